@@ -1,0 +1,175 @@
+"""The import hook, and activation on top of it: standard library only, and of that only ``sys``.
+
+A start-up file runs this in every interpreter of an environment, so nothing else may be imported until one of the
+watched modules has been. wrapt's own post-import hooks are no use here: importing wrapt alone costs tens of
+milliseconds in a bare interpreter, its hooks break the user's import when they raise, do not fire again after a reload,
+and fire on a half-built module.
+"""
+
+import sys
+
+GEMM = "flashinfer.gemm"
+GEMM_BASE = "flashinfer.gemm.gemm_base"
+GEMM_BF16_FP4 = "flashinfer.gemm.gemm_bf16_fp4_cudnn"
+UTILS = "flashinfer.utils"
+AUTOTUNER = "flashinfer.autotuner"
+CUTLASS_MLA = "vllm.v1.attention.backends.mla.cutlass_mla"
+KERNEL_WARMUP = "vllm.model_executor.warmup.kernel_warmup"
+
+# Module that was executed -> target that has to be looked at again.
+WATCHED = {
+    GEMM: "flashinfer",
+    GEMM_BASE: "flashinfer",
+    GEMM_BF16_FP4: "flashinfer",
+    UTILS: "flashinfer",
+    CUTLASS_MLA: "vllm",
+    KERNEL_WARMUP: "vllm",
+}
+
+routes: "list[str]" = []  # by which routes this process was activated, in order
+
+
+def activate(route: str = "call") -> None:
+    """Guard FlashInfer and vLLM in this process: now where they are imported, else as soon as they are.
+
+    ``route`` is a word for the log and for ``status()``. Idempotent, thread-safe, never raises unless
+    ``FLASHINFER_WSFIX_STRICT=1``.
+    """
+    try:
+        if route not in routes:
+            routes.append(route)
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+        # "flashinfer" is not watched itself: it stands for the moment between a finder's answer for flashinfer.gemm and
+        # that module's place in sys.modules, which we would otherwise miss in another thread's import.
+        for name in ("flashinfer", *WATCHED):
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                _watch(spec)
+        for name in (GEMM, CUTLASS_MLA, KERNEL_WARMUP):
+            if name in sys.modules:
+                _loaded(name)
+    except Exception as error:
+        _failed("activation", error)
+
+
+def deactivate() -> "tuple[str, ...]":
+    """Take the hook and every wrapper out again, freeing no buffer.
+
+    Returns a sentence for each place that could not be restored because another tool has wrapped it since.
+    """
+    while _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    routes.clear()
+    patching = sys.modules.get(f"{__package__}.patching")
+    return patching.undo_all() if patching else ()
+
+
+def _is_complete(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _loaded(name: str) -> None:
+    """Look at the target of ``name`` again, now that this module has been executed."""
+    if _FINDER not in sys.meta_path:
+        return
+    target = WATCHED.get(name, "flashinfer")
+    if target == "flashinfer" and name != GEMM and not _is_complete(GEMM):
+        return  # the package is still being imported; its own turn comes last
+    try:
+        # Imported before patching takes its lock: no lock of ours is held while an import runs.
+        from . import patching
+
+        patching.refresh(target)
+    except Exception as error:
+        _failed(target, error)
+
+
+def _failed(target: str, error: Exception) -> None:
+    """Say once what an error of ours means, and go on as if we were not there."""
+    if _is_strict():
+        raise error
+    try:
+        from . import report
+
+        report.record_failure(target, error)
+    except Exception:
+        sys.stderr.write(
+            f"flashinfer-wsfix: {target} is NOT guarded, because of an error of ours ({error!r}); it runs as if"
+            " flashinfer-wsfix were not installed.\n"
+        )
+
+
+def _is_strict() -> bool:
+    import os
+
+    return os.environ.get("FLASHINFER_WSFIX_STRICT", "").strip().lower() in ("1", "on", "true", "yes")
+
+
+class _Finder:
+    """Stands first on ``sys.meta_path``, lets the others find, and has the loader tell us when a module was executed."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name not in WATCHED:
+            return None
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec = find_spec(name, path, target)
+            if spec is not None:
+                try:
+                    _tell(spec.loader)
+                except Exception as error:
+                    _failed(WATCHED[name], error)
+                return spec
+        return None
+
+
+_FINDER = _Finder()
+
+
+def _tell(loader):  # type: ignore[no-untyped-def]
+    """Have this one loader call us after it has executed a watched module.
+
+    An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on seeing
+    the loader that they know. A loader of several modules (a zip file's) is asked only once.
+    """
+    execute = loader.exec_module
+    if getattr(execute, "tells_wsfix", False):
+        return
+
+    def exec_module(module):  # type: ignore[no-untyped-def]
+        execute(module)  # theirs: not guarded by us
+        name = module.__name__
+        if name in WATCHED:
+            _loaded(name)
+
+    exec_module.tells_wsfix = True  # type: ignore[attr-defined]
+    loader.exec_module = exec_module
+
+
+def _watch(spec):  # type: ignore[no-untyped-def]
+    """Be told when a module that another thread is executing right now is done.
+
+    The finder was asked before we came. What is left is that importlib sets ``spec._initializing`` to False at the end,
+    in the importing thread and under the module's lock: nobody sees the module between that and our guard.
+    """
+    plain = type(spec)
+    if getattr(plain, "tells_wsfix", False):
+        return
+
+    class WatchedSpec(plain):  # type: ignore[misc, valid-type]
+        tells_wsfix = True
+
+        def __setattr__(self, name, value):  # type: ignore[no-untyped-def]
+            super().__setattr__(name, value)
+            if name == "_initializing" and not value:
+                self.__class__ = plain
+                if self.name in sys.modules:
+                    _loaded(self.name if self.name in WATCHED else GEMM)
+
+    spec.__class__ = WatchedSpec
+    if not spec._initializing:  # it finished in between
+        spec._initializing = False

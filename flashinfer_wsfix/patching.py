@@ -1,0 +1,101 @@
+"""The only ``setattr`` on foreign code: all of a target's patches or none, and the way back."""
+
+import sys
+from collections.abc import Iterator
+
+from . import guards, report, settings, vllm, workspace
+from .detection import Verdict
+from .guards import Patch
+
+_applied: dict[str, list[Patch]] = {"flashinfer": [], "vllm": []}
+_modes: dict[str, str] = {}
+
+
+def refresh(target: str) -> None:
+    """Judge a target as it is imported now, and bring its patches up to date: after an import, a reload, or a call.
+
+    Settings are read here. An error leaves the target as it was, and is the caller's to report.
+    """
+    config, complaints = settings.read()
+    report.set_level(config.log)
+    for complaint in complaints:
+        report.warn_once(complaint, f"{complaint}.")
+    with report.lock:
+        if _modes.setdefault(target, config.mode) != config.mode:
+            undo(target)
+            _modes[target] = config.mode
+        if config.mode == "off":
+            verdict, patches, version = Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"), [], None
+        elif target == "flashinfer":
+            verdict, patches, version = guards.plan(config)
+        else:
+            verdict, patches, version = vllm.plan(config)
+        if verdict.state in ("guarded", "observing"):
+            _apply(target, patches)
+        else:  # also where a module that came later has a site of an unknown shape: never half a patch
+            undo(target)
+        if target == "flashinfer":
+            guarding = verdict.state == "guarded"
+            workspace.first_bytes = config.workspace_bytes
+            report.gates = config.gate if guarding else ()
+    report.record(target, verdict, version)
+
+
+def _apply(target: str, patches: list[Patch]) -> None:
+    """Set every patch, and every copy of what it replaces that other modules made by name; all of them or none."""
+    done: list[Patch] = []
+    try:
+        for patch in [*patches, *_copies(patches)]:
+            done.append(patch)
+            setattr(patch.owner, patch.name, patch.replacement)
+    except BaseException:
+        for patch in reversed(done):
+            setattr(patch.owner, patch.name, patch.original)
+        raise
+    _applied[target].extend(done)
+
+
+def _copies(patches: list[Patch]) -> Iterator[Patch]:
+    """Find the names in other modules that are bound to an object which a patch replaces."""
+    replaced = {id(patch.original): patch for patch in patches}
+    places = {(id(patch.owner), patch.name) for patch in patches}
+    for module in list(sys.modules.values()) if replaced else ():
+        try:
+            names = vars(module)
+        except TypeError:  # not a module: some packages put other objects there
+            continue
+        if replaced.keys().isdisjoint(map(id, list(names.values()))):
+            continue
+        for name, value in list(names.items()):
+            patch = replaced.get(id(value))
+            if patch is not None and (id(module), name) not in places:
+                yield patch._replace(owner=module, name=name)
+
+
+def undo(target: str) -> list[str]:
+    """Put the very objects back wherever ours is still outermost, and return a sentence for each place where it is not."""
+    kept = []
+    while _applied[target]:
+        patch = _applied[target].pop()
+        current = vars(patch.owner).get(patch.name)
+        if isinstance(patch.replacement, workspace.RetiringCache):
+            dict.clear(patch.original)
+            patch.original.update(patch.replacement)
+        if current is patch.replacement:
+            setattr(patch.owner, patch.name, patch.original)
+        elif guards.is_guarded(current):
+            where = f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}"
+            kept.append(f"{where} stays guarded: {type(current).__name__!r} of another tool was put around it since")
+    return kept
+
+
+def undo_all() -> tuple[str, ...]:
+    """Undo every target. No buffer is freed: graphs may hold their addresses."""
+    with report.lock:
+        kept = tuple(sentence for target in _applied for sentence in undo(target))
+        report.verdicts.update(report.PENDING)
+        report.gates = ()
+        _modes.clear()
+    for sentence in kept:
+        report.warn_once(sentence, f"{sentence}.")
+    return kept

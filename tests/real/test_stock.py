@@ -1,0 +1,109 @@
+"""The ground is right: without the guard, the affected releases move their workspace and the others do not."""
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import arguments
+import fakes
+import releases
+
+MIB_32 = 32 << 20
+FLAT = MIB_32 + 256  # what cuDNN's cuBLASLt-backed plan asks for
+
+
+def stock(site: arguments.Site) -> types.FunctionType:
+    """FlashInfer's own function, whoever wraps it."""
+    return inspect.unwrap(site.live())
+
+
+@pytest.fixture
+def unguarded(sites: list[arguments.Site]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for site in sites:
+            patch.setattr(f"{site.module}.{site.function}", stock(site))
+        yield
+
+
+def growing(name: str) -> set[str]:
+    """The functions of a module that resize something."""
+    functions = {name: inspect.unwrap(value) for name, value in vars(sys.modules[name]).items() if callable(value)}
+    codes = {name: value.__code__ for name, value in functions.items() if inspect.isfunction(value)}
+    return {name for name, code in codes.items() if "resize_" in code.co_names}
+
+
+def test_the_sites_are_those_of_the_table(sites, release):
+    """8 sites up to 0.6.13, 10 up to 0.6.18.post1, none before and after; no other function resizes anything."""
+    count = 8 if release in releases.EIGHT_SITES else 10 if release in releases.TEN_SITES else 0
+    modules = {site.module for site in sites}
+    assert set().union(*map(growing, modules)) == {site.function for site in arguments.SITES[:count]}
+
+
+def test_parameter_and_position(site, release):
+    """The workspace is where the table says; before 0.6.12 two were named otherwise."""
+    names = list(inspect.signature(stock(site)).parameters)
+    assert names[site.position] in ("workspace", "workspace_buffer")
+    assert names[site.position] == site.parameter or release not in releases.AFFECTED
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_a_fitting_workspace_reaches_cudnn_as_it_is(site, style, unguarded):
+    """A site runs its plan once, on the tensor that it was given."""
+    graph, workspace = fakes.Graph(MIB_32), torch.zeros(MIB_32, dtype=torch.uint8)
+    arguments.call(site, graph, workspace, style)
+    [execution] = graph.executions
+    assert execution.workspace is workspace
+    assert execution.zeroed
+    assert (execution.plan < 0) == (execution.kind == "execute")
+
+
+def test_256_bytes_more_move_the_workspace(site, release, unguarded):
+    """32 MiB, then 32 MiB + 256 B: the affected releases move the caller's tensor, the others leave it alone."""
+    graph, workspace = fakes.Graph(MIB_32), torch.zeros(MIB_32, dtype=torch.uint8)
+    arguments.call(site, graph, workspace)
+    before = graph.last.data_ptr
+    graph.workspace_bytes = FLAT
+    arguments.call(site, graph, workspace)
+    assert graph.last.data_ptr != before
+    moved = release in releases.AFFECTED
+    assert (graph.last.workspace is workspace) == moved
+    assert (workspace.data_ptr() != before) == moved
+    assert workspace.numel() == (FLAT if moved else MIB_32)
+
+
+def bmm_fp8(flashinfer):
+    """FlashInfer's own dispatch for fp8; one row of A makes a single profile to tune."""
+    a, b = (torch.zeros(1, rows, 64).to(torch.float8_e4m3fn) for rows in (1, 32))
+    scale = torch.ones(1)
+    flashinfer.bmm_fp8(a, b.transpose(-2, -1), scale, scale, torch.bfloat16, backend="auto")
+
+
+def mm_bf16(flashinfer):
+    """FlashInfer's own dispatch for bf16; 0.6.18 wants nvidia-cutlass-dsl for a bf16 result on SM100."""
+    a, b = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (1, 32))
+    out_dtype = torch.float16 if torch.cuda.get_device_capability() == (10, 0) else torch.bfloat16
+    flashinfer.mm_bf16(a, b.t(), out_dtype=out_dtype, backend="auto")
+
+
+@pytest.mark.parametrize("cudnn_ms, cudnn_wins", [(0.5, True), (2.0, False)], ids=["cudnn", "other"])
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=["sm100", "sm120"])
+@pytest.mark.parametrize("gemm", [bmm_fp8, mm_bf16], ids=["fp8", "bf16"])
+def test_the_tuner_times_the_runners_and_takes_the_fastest(
+    gemm, capability, cudnn_ms, cudnn_wins, flashinfer, gemm_base, cudnn, release
+):
+    """The real dispatch and the real AutoTuner run on the fakes, and tuning finds what is cheaper there."""
+    if release not in releases.AFFECTED:
+        pytest.skip("only the dispatch of the affected releases is needed")
+    graph = fakes.Graph(MIB_32, cost=cudnn_ms)
+    cudnn.make_graph = lambda: graph
+    with fakes.capability(*capability), fakes.stub_runners() as kernels:
+        with flashinfer.autotune(True):
+            gemm(flashinfer)
+        graph.executions.clear()
+        kernels.launches.clear()
+        gemm(flashinfer)
+    assert (len(graph.executions), len(kernels.launches)) == ((1, 0) if cudnn_wins else (0, 1))

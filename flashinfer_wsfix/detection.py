@@ -116,9 +116,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
     problems = [problem for problem in map(_problem, sites) if problem]
     for gate in GATES:
         for function in functions:
-            if (function.module, function.name) == (gate.module, gate.function):
-                if not function.direct or gate.parameter not in parameters(function.code):
-                    problems.append(f"{gate.module}.{gate.function} does not take {gate.parameter!r}")
+            known = function.direct and gate.parameter in parameters(function.code)
+            if (function.module, function.name) == (gate.module, gate.function) and not known:
+                problems.append(f"{gate.module}.{gate.function} does not take {gate.parameter!r}")
     if sites and problems:
         return Verdict(
             "unsupported",

@@ -1,14 +1,14 @@
 """FlashInfer's half: what stands around a site, around the cache, and around the functions that start the auto-tuner.
 
-Wrappers take ``(wrapped, instance, args, kwargs)`` by position, as wrapt calls them, and are named ``wsfix_...``, so that a
-traceback says whose they are.
+Wrappers take ``(wrapped, instance, args, kwargs)`` by position, as wrapt calls them, and are named ``wsfix_...``, so
+that a traceback says whose they are.
 """
 
 import logging
 import sys
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
@@ -21,13 +21,13 @@ from .sites import GATES
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Guard(wrapt.FunctionWrapper):  # type: ignore[misc, no-any-unimported]
+class Guard(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapper of ours. Pickled as the name that it stands under, as the function itself is."""
 
     is_wsfix_guard = True
 
     def __reduce_ex__(self, protocol: object) -> str:
-        return cast(str, self.__wrapped__.__qualname__)
+        return self.__wrapped__.__qualname__
 
 
 class Patch(NamedTuple):
@@ -52,8 +52,8 @@ def site_guard(position: int, parameter: str) -> Wrapper:
     """Make the wrapper of a site that takes its workspace as ``parameter``, at ``position``."""
 
     def wsfix_site(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The ordinary call: one attribute read on the tensor, one on its lane, one list copy. What comes after is outside
-        # of the except blocks, so that an exception of the site has no context of ours.
+        # The ordinary call: one attribute read on the tensor, one on its lane, one list copy. What comes after is
+        # outside of the except blocks, so that an exception of the site has no context of ours.
         arguments: list[Any] | None = list(args)
         try:
             arguments[position] = args[position]._wsfix_lane.current  # type: ignore[index]
@@ -130,7 +130,7 @@ def _observed(tensor: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) 
 def is_sm12x(device: torch.device) -> bool:
     """Say whether ``device`` is an SM12x GPU (RTX PRO 6000, RTX 50xx, GB10)."""
     try:
-        return torch.cuda.get_device_capability(device)[0] == 12
+        return bool(torch.cuda.get_device_capability(device)[0] == 12)
     except Exception:  # not a CUDA device, or none that answers: then cuDNN is not ours to judge
         return False
 
@@ -150,8 +150,9 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
         report.count("gated_calls")
         report.inform_once(
             ("gate", name),
-            f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x (replayed from CUDA graphs, its kernels"
-            f" read rewritten parameters there); it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off undoes this.",
+            f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x (replayed from CUDA graphs, its"
+            f" kernels read rewritten parameters there); it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off"
+            " undoes this.",
         )
         if by_position:
             return wrapped(*args[:position], left, *args[position + 1 :], **kwargs)
@@ -170,8 +171,11 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
         return verdict, [], version
     cache = getattr(sys.modules.get(UTILS), "_cache_buf", None)
     if type(cache) not in (dict, workspace.RetiringCache):
-        reason = f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know: nothing is guarded"
-        return Verdict("unsupported", f"{reason}, and CUDA graphs may replay against freed memory"), [], version
+        reason = (
+            f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know: nothing is"
+            " guarded, and CUDA graphs may replay against freed memory"
+        )
+        return Verdict("unsupported", reason), [], version
     make = site_guard
     if config.mode == "observe":
         make = observer

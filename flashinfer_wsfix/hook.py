@@ -8,6 +8,10 @@ and fire on a half-built module.
 
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 GEMM = "flashinfer.gemm"
 GEMM_BASE = "flashinfer.gemm.gemm_base"
 GEMM_BF16_FP4 = "flashinfer.gemm.gemm_bf16_fp4_cudnn"
@@ -108,9 +112,9 @@ def _is_strict() -> bool:
 
 
 class _Finder:
-    """Stands first on ``sys.meta_path``, lets the others find, and has the loader tell us when a module was executed."""
+    """Stands first on ``sys.meta_path``, lets the others find, and has the loader say when a module was executed."""
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in WATCHED:
             return None
         for finder in list(sys.meta_path):
@@ -130,17 +134,17 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _tell(loader):  # type: ignore[no-untyped-def]
+def _tell(loader: "Any") -> None:
     """Have this one loader call us after it has executed a watched module.
 
-    An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on seeing
-    the loader that they know. A loader of several modules (a zip file's) is asked only once.
+    An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on
+    seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
     """
     execute = loader.exec_module
     if getattr(execute, "tells_wsfix", False):
         return
 
-    def exec_module(module):  # type: ignore[no-untyped-def]
+    def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
         name = module.__name__
         if name in WATCHED:
@@ -150,7 +154,7 @@ def _tell(loader):  # type: ignore[no-untyped-def]
     loader.exec_module = exec_module
 
 
-def _watch(spec):  # type: ignore[no-untyped-def]
+def _watch(spec: "Any") -> None:
     """Be told when a module that another thread is executing right now is done.
 
     The finder was asked before we came. What is left is that importlib sets ``spec._initializing`` to False at the end,
@@ -163,7 +167,7 @@ def _watch(spec):  # type: ignore[no-untyped-def]
     class WatchedSpec(plain):  # type: ignore[misc, valid-type]
         tells_wsfix = True
 
-        def __setattr__(self, name, value):  # type: ignore[no-untyped-def]
+        def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "_initializing" and not value:
                 self.__class__ = plain

@@ -25,11 +25,12 @@ def refresh(target: str) -> None:
             undo(target)
             _modes[target] = config.mode
         if config.mode == "off":
-            verdict, patches, version = Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"), [], None
+            plan = _off
         elif target == "flashinfer":
-            verdict, patches, version = guards.plan(config)
+            plan = guards.plan
         else:
-            verdict, patches, version = vllm.plan(config)
+            plan = vllm.plan
+        verdict, patches, version = plan(config)
         if verdict.state in ("guarded", "observing"):
             _apply(target, patches)
         else:  # also where a module that came later has a site of an unknown shape: never half a patch
@@ -39,6 +40,10 @@ def refresh(target: str) -> None:
             workspace.first_bytes = config.workspace_bytes
             report.gates = config.gate if guarding else ()
     report.record(target, verdict, version)
+
+
+def _off(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
+    return Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"), [], None
 
 
 def _apply(target: str, patches: list[Patch]) -> None:
@@ -73,7 +78,7 @@ def _copies(patches: list[Patch]) -> Iterator[Patch]:
 
 
 def undo(target: str) -> list[str]:
-    """Put the very objects back wherever ours is still outermost, and return a sentence for each place where it is not."""
+    """Put the very objects back where ours is still outermost, and return a sentence for each place where it is not."""
     kept = []
     while _applied[target]:
         patch = _applied[target].pop()

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ PENDING = {
 }
 COUNTERS = ("growths", "capture_overflows", "gated_calls", "displaced_buffers")
 
-# The one lock of this package: around patching, growth and counting, never on the way of an ordinary call, and never held
-# while an import or a log handler runs. A fork waits for it, so that no child inherits it taken.
+# The one lock of this package: around patching, growth and counting, never on the way of an ordinary call, and never
+# held while an import or a log handler runs. A fork waits for it, so that no child inherits it taken.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
@@ -192,11 +193,9 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def log(level: int, sentence: str) -> None:
-    """Log one sentence through vLLM's logger where vLLM has set one up (any other is lost there), else through ours."""
-    try:
+    """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours."""
+    with suppress(Exception):  # a broken handler of the application's must not reach the host's call
         _logger().log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)
-    except Exception:  # a broken handler of the application's must not reach the host's call
-        pass
 
 
 def set_level(name: str) -> None:

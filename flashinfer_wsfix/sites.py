@@ -14,7 +14,7 @@ class Site(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A workspace that FlashInfer's sites share, by its name in ``_cache_buf``, and the gate that closes cuDNN on it."""
+    """A workspace that sites share, by its name in FlashInfer's ``_cache_buf``, and the gate that closes it."""
 
     name: str
     gate: str | None

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,14 +37,14 @@ def _overflow(size: int, *unused: object, **also_unused: object) -> None:
 
 def arm(buffer: torch.Tensor) -> torch.Tensor:
     """Have `buffer.resize_` raise Overflow instead, on this one tensor."""
-    buffer.resize_ = _overflow  # type: ignore[method-assign, assignment]
+    buffer.resize_ = _overflow
     return buffer
 
 
 def _make_probe() -> torch.Tensor:
     """Make a buffer that no plan fits in, so that a lane's first call tells what it needs before anything is made."""
     probe = arm(torch.empty(0, dtype=torch.uint8, device="cpu"))
-    probe.numel = lambda: -1  # type: ignore[method-assign]
+    probe.numel = lambda: -1
     return probe
 
 
@@ -54,9 +54,9 @@ PROBE = _make_probe()
 def _zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate ``nbytes`` of zeros (uint8, armed) that any stream may use at once. Raises what torch raises.
 
-    In a thread of its own: torch keeps the current stream, memory pool, inference mode and function modes per thread, and
-    a generation must come from none of the caller's. vLLM's sleep mode unmaps what was made in its pool, a tensor made in
-    inference mode cannot be written outside it, and a fill on one stream is not seen by another without a wait.
+    In a thread of its own: torch keeps the current stream, memory pool, inference mode and function modes per thread,
+    and a generation must come from none of the caller's. vLLM's sleep mode unmaps what was made in its pool, a tensor
+    made in inference mode cannot be written outside it, and a fill on one stream is not seen by another without a wait.
     """
     result: list[Any] = []
 
@@ -81,7 +81,7 @@ def is_capturing(device: torch.device) -> bool:
     """Say whether the current stream of ``device`` is being captured into a CUDA graph."""
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            return torch.cuda.is_current_stream_capturing()
+            return bool(torch.cuda.is_current_stream_capturing())
     except RuntimeError:  # a CPU build of torch has no such thing
         return False
 
@@ -89,8 +89,8 @@ def is_capturing(device: torch.device) -> bool:
 class Lane:
     """A workspace and the generations made for it: one of FlashInfer's, the auto-tuner's scratch, or vLLM's.
 
-    ``current`` is what a site gets: the newest generation, or the probe while there is none. All generations are kept as
-    long as the lane, since graphs may hold their addresses; a lane of FlashInfer's lives as long as the process.
+    ``current`` is what a site gets: the newest generation, or the probe while there is none. All generations are kept
+    as long as the lane, since graphs may hold their addresses; a lane of FlashInfer's lives as long as the process.
     """
 
     __slots__ = ("__weakref__", "current", "device", "generations", "high_water", "name")
@@ -105,9 +105,9 @@ class Lane:
     def buffer_for(self, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return an armed buffer of at least ``size`` bytes for a call that was given ``tensor``.
 
-        Grows the lane, unless the current stream is capturing: a buffer made then would live in that graph's private pool
-        and its zero-fill would only be recorded, so nothing made then is published. What is left in that case, or where
-        growing fails, is FlashInfer's own buffer if it is large enough, else a call-local one. Raises
+        Grows the lane, unless the current stream is capturing: a buffer made then would live in that graph's private
+        pool and its zero-fill would only be recorded, so nothing made then is published. What is left in that case, or
+        where growing fails, is FlashInfer's own buffer if it is large enough, else a call-local one. Raises
         torch.OutOfMemoryError where there is no memory for that either, with the lane as it was.
         """
         scratch = self.name == SCRATCH
@@ -123,8 +123,8 @@ class Lane:
             except Exception as error:
                 report.warn_once(
                     ("grow", self.name, self.device),
-                    f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({error}): this call gets a"
-                    " temporary buffer and the lane stays as it was. Leave more device memory free.",
+                    f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({error}): this call"
+                    " gets a temporary buffer and the lane stays as it was. Leave more device memory free.",
                 )
         if size <= tensor.numel() and not scratch:
             return arm(tensor.detach())
@@ -136,17 +136,17 @@ class Lane:
             mib = -(-size // STEP) * STEP // settings.MIB
             report.warn_once(
                 ("capture", self.name, self.device),
-                f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured, more"
-                " than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay. Set"
-                f" {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it.",
+                f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured,"
+                " more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay."
+                f" Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it.",
             )
         return arm(torch.zeros(size, dtype=torch.uint8, device=self.device))
 
     def grow(self, size: int) -> torch.Tensor:
-        """Publish a generation of at least ``size`` bytes and twice the last one, retire the last, and return the new one.
+        """Publish a generation of at least ``size`` bytes and twice the last one, retire the last, return the new one.
 
-        Doubling keeps all retired generations together smaller than the current one. Raises what torch raises where memory
-        runs out, with the lane as it was.
+        Doubling keeps all retired generations together smaller than the current one. Raises what torch raises where
+        memory runs out, with the lane as it was.
         """
         with report.lock:
             last = self.generations[-1] if self.generations else None
@@ -235,7 +235,7 @@ def cache_key(tensor: torch.Tensor) -> tuple[str, torch.device] | None:
 class RetiringCache(dict[tuple[str, torch.device], torch.Tensor]):
     """FlashInfer's ``_cache_buf``, except that a buffer which leaves it is kept for the life of the process."""
 
-    retired: list[torch.Tensor] = []  # of all instances: a reload of FlashInfer makes a new one
+    retired: ClassVar[list[torch.Tensor]] = []  # of all instances: a reload of FlashInfer makes a new one
 
     @staticmethod
     def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +254,7 @@ class RetiringCache(dict[tuple[str, torch.device], torch.Tensor]):
 
     __setitem__ = _changing(dict.__setitem__)
     __delitem__ = _changing(dict.__delitem__)
-    __ior__ = _changing(dict.__ior__)  # type: ignore[assignment]
+    __ior__ = _changing(dict.__ior__)
     clear = _changing(dict.clear)
     pop = _changing(dict.pop)
     popitem = _changing(dict.popitem)
@@ -268,19 +268,19 @@ def presize(
 ) -> None:
     """Make the first generation of lanes ahead of capture.
 
-    ``device``: the CUDA device; None, or a process without CUDA, is a no-op. ``nbytes``: bytes for each lane; None means
-    what ``FLASHINFER_WSFIX_WORKSPACE_MIB`` says. ``lanes``: names of lanes, such as "bmm_fp8_workspace"; None means all
-    that FlashInfer's sites use. A lane that is large enough is left alone.
+    ``device``: the CUDA device; None, or a process without CUDA, is a no-op. ``nbytes``: bytes for each lane; None
+    means what ``FLASHINFER_WSFIX_WORKSPACE_MIB`` says. ``lanes``: names of lanes, such as "bmm_fp8_workspace"; None
+    means all that FlashInfer's sites use. A lane that is large enough is left alone.
 
     FlashInfer's own buffer of each lane is made too, zeroed and at its stock size, where it does not exist yet. Before
-    FlashInfer is imported, and while the current stream is capturing, nothing is done but a warning. Raises ValueError for
-    an unknown lane and torch.OutOfMemoryError where memory runs out.
+    FlashInfer is imported, and while the current stream is capturing, nothing is done but a warning. Raises ValueError
+    for an unknown lane and torch.OutOfMemoryError where memory runs out.
     """
     if device is None or not torch.cuda.is_available():
         return
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     known = [row.name for row in LANES]
     names = known if lanes is None else list(lanes)
     for name in names:
@@ -289,14 +289,14 @@ def presize(
     if UTILS not in sys.modules or GEMM_BASE not in sys.modules:
         report.warn_once("presize early", "presize() did nothing: FlashInfer is not imported yet. Import it first.")
         return
-    if is_capturing(device):
+    if is_capturing(where):
         report.warn_once(
             "presize late", "presize() did nothing: a CUDA graph is being captured. Call it before the first capture."
         )
         return
     size = first_bytes if nbytes is None else nbytes
     for name in names:
-        own = _own_buffer(name, device)
+        own = _own_buffer(name, where)
         if size and report.verdicts["flashinfer"].state == "guarded":
             found = lane_of(own)
             found.high_water = max(found.high_water, nbytes or 0)

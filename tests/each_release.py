@@ -1,6 +1,7 @@
-"""Run `tests/real` on each release of FlashInfer, each in its own process, two at a time.
+"""Run the tests: each release of FlashInfer in a process of its own, two at a time.
 
-``python tests/each_release.py default|affected [pytest arguments]``; the last line adds all of them up.
+``python tests/each_release.py default [pytest arguments]`` runs `tests/real` on six releases, and all other tests once;
+``affected`` runs `tests/real` on every affected release. The last line adds all of them up.
 """
 
 import re
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import releases
 
-TAIL = 15  # lines of a release that failed
+TESTS = Path(__file__).parent
+NO_RELEASE = "none: the tests outside tests/real"
+TAIL = 60  # lines of a run that failed
 
 
 def run(release: str, options: list[str]) -> tuple[Counter[str], str]:
-    """Return how many tests of a release ended how, and what to print of it."""
-    command = [sys.executable, "-m", "pytest", "-q", "--flashinfer", release, str(Path(__file__).parent / "real")]
-    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Return how many tests ended how, and what to print of it."""
+    what = [str(TESTS)] if release == NO_RELEASE else ["--flashinfer", release, str(TESTS / "real")]
+    command = [sys.executable, "-m", "pytest", "-q", *what, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.strip().splitlines() or [""]
     counts = Counter({word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped)", lines[-1])})
     counts["failed"] += sum(int(number) for number in re.findall(r"(\d+) errors?\b", lines[-1]))
@@ -28,9 +32,10 @@ def run(release: str, options: list[str]) -> tuple[Counter[str], str]:
 
 
 def main(which: str, options: list[str]) -> int:
-    total: Counter[str] = Counter(passed=0, failed=0)
+    total: Counter[str] = Counter()
+    runs = [NO_RELEASE] * (which == "default") + list(releases.LISTS[which])
     with ThreadPoolExecutor(2) as pool:
-        running = {pool.submit(run, release, options): release for release in releases.LISTS[which]}
+        running = {pool.submit(run, release, options): release for release in runs}
         for future in as_completed(running):
             counts, output = future.result()
             total += counts

@@ -6,13 +6,19 @@ run, so that the doctor can judge a machine where FlashInfer cannot be imported.
 
 import ast
 import dis
+import sys
 from collections.abc import Iterator
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .hook import GEMM_BASE, GEMM_BF16_FP4
 from .sites import GATES, SITES
 
+MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
 PARAMETERS = {site.parameter for site in SITES}
+NOT_PLAIN = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 # What each upstream fix leaves behind in the functions that execute a cuDNN graph.
 EXECUTES = {"execute", "execute_plan_at_index"}
 FIXES = (("_gemm_workspace_at_least", "#4666"), ("_grow_workspace", "#4399"), ("zeros", "#4553"))
@@ -35,13 +41,21 @@ class Function(NamedTuple):
     direct: bool
 
 
+def guard_in(value: Any) -> Any:
+    """Return the guard of ours that ``value`` is, or that stands somewhere below it, or None."""
+    while value is not None and not getattr(type(value), "is_wsfix_guard", False):
+        value = getattr(value, "__wrapped__", None)
+    return value
+
+
 def live_functions(module: ModuleType) -> Iterator[Function]:
-    """Read the functions of an imported module, looking through a guard of ours but through nothing else."""
+    """Read the functions of an imported module, looking through a guard of ours and what was put around it."""
     for name, value in list(vars(module).items()):
         if getattr(value, "__module__", None) != module.__name__:
             continue
-        if getattr(type(value), "is_wsfix_guard", False):
-            value = value.__wrapped__
+        guard = guard_in(value)
+        if guard is not None:
+            value = guard.__wrapped__
         direct = type(value) is FunctionType
         if isinstance(value, type):
             for member in vars(value).values():
@@ -75,17 +89,27 @@ def _with_nested(module: str, name: str, code: CodeType | None, direct: bool) ->
 
 
 def resized(code: CodeType) -> list[str]:
-    """Name what ``resize_`` is called on: a local name, ``.attribute`` for an attribute, "" for anything else."""
-    found, before = [], None
-    for instruction in dis.get_instructions(code):
-        if instruction.argval == "resize_" and instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            if before is None:
-                found.append("")
-            elif before.opname.startswith("LOAD_FAST"):
-                found.append(before.argval[-1] if isinstance(before.argval, tuple) else before.argval)
-            else:
-                found.append(f".{before.argval}" if before.opname == "LOAD_ATTR" else "")
-        before = instruction
+    """Name what ``resize_`` is called on: a local name, ``.attribute`` for an attribute, "" for anything else.
+
+    Reads the bytecode itself: ``dis.get_instructions`` takes up to a millisecond for each site.
+    """
+    found, before, argument = [], "", 0
+    for opcode, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = argument << 8 | low
+        operation = dis.opname[opcode]
+        if operation == "EXTENDED_ARG":
+            continue
+        if operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            attribute = code.co_names[argument >> 1 if operation == "LOAD_ATTR" and MARKS_METHODS else argument]
+            if attribute == "resize_":
+                found.append(before)
+            before = f".{attribute}"
+        elif operation.startswith("LOAD_FAST"):
+            index = argument & 15 if operation.count("LOAD_FAST") == 2 else argument  # two in one: the second is on top
+            before = code.co_varnames[index] if index < len(code.co_varnames) else ""
+        elif operation != "CACHE":
+            before = ""
+        argument = 0
     return found
 
 
@@ -98,8 +122,8 @@ def _problem(site: Function) -> str | None:
     """Say why a site cannot be guarded, or None where it has the known shape."""
     where = f"{site.module}.{site.name}"
     names = resized(site.code)
-    if not site.direct:
-        return f"{where} is decorated or nested"
+    if not site.direct or site.code.co_flags & NOT_PLAIN:
+        return f"{where} is decorated, nested or asynchronous"
     if len(names) != 1 or names[0] not in parameters(site.code):
         return f"{where} does not resize one of its parameters"
     if names[0] not in PARAMETERS:
@@ -135,3 +159,26 @@ def judge(functions: list[Function], version: str) -> Verdict:
                 "not-needed", f"{flashinfer} grows its cuDNN workspace without moving it (upstream {request})"
             )
     return Verdict("not-affected", f"{flashinfer} is from before the defect: its cuDNN workspace never moves")
+
+
+def judge_installed() -> Verdict | None:
+    """Judge the FlashInfer that this interpreter would import, without importing it; None where it would find none.
+
+    Raises OSError and SyntaxError where its source cannot be read.
+    """
+    import importlib.metadata
+    import importlib.util
+
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or not spec.origin or not spec.submodule_search_locations:  # a mere folder has no origin
+        return None
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    functions: list[Function] = []
+    for module in (GEMM_BASE, GEMM_BF16_FP4):
+        path = Path(spec.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py")
+        if path.exists():
+            functions += source_functions(module, path.read_text(encoding="utf-8"))
+    return judge(functions, version)

@@ -14,7 +14,7 @@ import torch
 import wrapt
 
 from . import report, settings, workspace
-from .detection import Verdict, judge, live_functions, parameters, resized
+from .detection import Verdict, guard_in, judge, live_functions, parameters, resized
 from .hook import GEMM_BASE, GEMM_BF16_FP4, UTILS
 from .sites import GATES
 
@@ -22,7 +22,7 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 
 
 class Guard(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A wrapper of ours. Pickled as the name that it stands under, as the function itself is."""
+    """A wrapper of ours. Pickled as the name that it stands under, and copied as itself, as the function is."""
 
     is_wsfix_guard = True
 
@@ -41,11 +41,7 @@ class Patch(NamedTuple):
 
 def is_guarded(value: object) -> bool:
     """Say whether a guard of ours is ``value``, or stands somewhere below it."""
-    while value is not None:
-        if getattr(type(value), "is_wsfix_guard", False):
-            return True
-        value = getattr(value, "__wrapped__", None)
-    return False
+    return guard_in(value) is not None
 
 
 def site_guard(position: int, parameter: str) -> Wrapper:
@@ -106,25 +102,26 @@ def observer(position: int, parameter: str) -> Wrapper:
         tensor = args[position] if len(args) > position else kwargs.get(parameter)
         if not isinstance(tensor, torch.Tensor):
             return wrapped(*args, **kwargs)
-        old = (tensor.data_ptr(), tensor.numel())
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            new = (tensor.data_ptr(), tensor.numel())
-            if new != old:
-                _observed(tensor, old, new)
+        return observed("FlashInfer", None, tensor, lambda: wrapped(*args, **kwargs))
 
     return wsfix_observe
 
 
-def _observed(tensor: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> None:
+def observed(host: str, name: str | None, tensor: torch.Tensor, call: Callable[[], Any]) -> Any:
+    """Make a host's call and log it where it moved ``tensor``. ``name``: of the lane, None for the one in the cache."""
+    old = (tensor.data_ptr(), tensor.numel())
     try:
-        key = workspace.cache_key(tensor)
-        name = key[0] if key else workspace.SCRATCH
-        capturing = workspace.is_capturing(tensor.device)
-        report.moved("MOVED by FlashInfer", name, tensor.device, old, new, capturing, logging.WARNING)
-    except Exception as error:
-        report.warn_once("observe", f"a workspace moved, and an error of flashinfer-wsfix hid where ({error!r}).")
+        return call()
+    finally:
+        new = (tensor.data_ptr(), tensor.numel())
+        if new != old:
+            try:
+                key = None if name else workspace.cache_key(tensor)
+                name = name or (key[0] if key else workspace.SCRATCH)
+                capturing = workspace.is_capturing(tensor.device)
+                report.moved(f"MOVED by {host}", name, tensor.device, old, new, capturing, logging.WARNING)
+            except Exception as error:
+                report.warn_once("observe", f"a workspace moved; an error of flashinfer-wsfix hid where ({error!r}).")
 
 
 def is_sm12x(device: torch.device) -> bool:

@@ -47,11 +47,11 @@ def activate(route: str = "call") -> None:
         # "flashinfer" is not watched itself: it stands for the moment between a finder's answer for flashinfer.gemm and
         # that module's place in sys.modules, which we would otherwise miss in another thread's import.
         for name in ("flashinfer", *WATCHED):
-            spec = getattr(sys.modules.get(name), "__spec__", None)
+            spec = _spec(name)
             if getattr(spec, "_initializing", False):
                 _watch(spec)
         for name in (GEMM, CUTLASS_MLA, KERNEL_WARMUP):
-            if name in sys.modules:
+            if _is_complete(name):  # else its own turn comes
                 _loaded(name)
     except Exception as error:
         _failed("activation", error)
@@ -69,9 +69,16 @@ def deactivate() -> "tuple[str, ...]":
     return patching.undo_all() if patching else ()
 
 
+def _spec(name):  # type: ignore[no-untyped-def]
+    """Return the spec of an imported module, or None. Asks the object itself: a lazy module would load at a ``getattr``."""
+    try:
+        return object.__getattribute__(sys.modules.get(name), "__spec__")
+    except AttributeError:
+        return None
+
+
 def _is_complete(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return sys.modules.get(name) is not None and not getattr(_spec(name), "_initializing", False)
 
 
 def _loaded(name: str) -> None:
@@ -146,9 +153,11 @@ def _tell(loader: "Any") -> None:
 
     def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
-        name = module.__name__
-        if name in WATCHED:
-            _loaded(name)
+        spec = object.__getattribute__(module, "__spec__")
+        if spec.loader is not loader:  # importlib.util.LazyLoader has only made it ready; this one will execute it
+            _tell(spec.loader)
+        elif spec.name in WATCHED:
+            _loaded(spec.name)
 
     exec_module.tells_wsfix = True  # type: ignore[attr-defined]
     loader.exec_module = exec_module

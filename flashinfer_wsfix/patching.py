@@ -7,6 +7,9 @@ from . import guards, report, settings, vllm, workspace
 from .detection import Verdict
 from .guards import Patch
 
+# Packages that never import FlashInfer, and hold most of the names that there are: not worth five milliseconds.
+BELOW = {"numpy", "torch"} | sys.stdlib_module_names
+
 _applied: dict[str, list[Patch]] = {"flashinfer": [], "vllm": []}
 _modes: dict[str, str] = {}
 
@@ -64,10 +67,12 @@ def _copies(patches: list[Patch]) -> Iterator[Patch]:
     """Find the names in other modules that are bound to an object which a patch replaces."""
     replaced = {id(patch.original): patch for patch in patches}
     places = {(id(patch.owner), patch.name) for patch in patches}
-    for module in list(sys.modules.values()) if replaced else ():
+    for module_name, module in list(sys.modules.items()) if replaced else ():
+        if module_name.partition(".")[0] in BELOW:
+            continue
         try:
-            names = vars(module)
-        except TypeError:  # not a module: some packages put other objects there
+            names = object.__getattribute__(module, "__dict__")  # not vars(), which would load a lazy module
+        except AttributeError:  # not a module: some packages put other objects there
             continue
         if replaced.keys().isdisjoint(map(id, list(names.values()))):
             continue
@@ -79,9 +84,8 @@ def _copies(patches: list[Patch]) -> Iterator[Patch]:
 
 def undo(target: str) -> list[str]:
     """Put the very objects back where ours is still outermost, and return a sentence for each place where it is not."""
-    kept = []
-    while _applied[target]:
-        patch = _applied[target].pop()
+    kept, left = [], []
+    for patch in reversed(_applied[target]):
         current = vars(patch.owner).get(patch.name)
         if isinstance(patch.replacement, workspace.RetiringCache):
             dict.clear(patch.original)
@@ -89,8 +93,10 @@ def undo(target: str) -> list[str]:
         if current is patch.replacement:
             setattr(patch.owner, patch.name, patch.original)
         elif guards.is_guarded(current):
+            left.append(patch)  # for the next time: by then the other tool may be gone
             where = f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}"
             kept.append(f"{where} stays guarded: {type(current).__name__!r} of another tool was put around it since")
+    _applied[target] = left[::-1]
     return kept
 
 

@@ -5,8 +5,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import __version__, hook
 from .detection import Verdict
@@ -29,8 +28,7 @@ _counters = dict.fromkeys(COUNTERS, 0)
 _said: set[object] = set()
 
 
-@dataclass(frozen=True)
-class TargetStatus:
+class TargetStatus(NamedTuple):
     """One host library: its version, its verdict, and what is wrapped in it."""
 
     name: str
@@ -40,8 +38,7 @@ class TargetStatus:
     sites: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class LaneStatus:
+class LaneStatus(NamedTuple):
     """One lane: sizes in bytes, ``address`` of the current generation, ``high_water`` the largest size asked for."""
 
     name: str
@@ -53,8 +50,7 @@ class LaneStatus:
     high_water: int
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """This process: the package's version, how it was activated, and what it has done since."""
 
     version: str
@@ -70,7 +66,10 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries, lists, strings and integers, ready for ``json.dumps``."""
-        return asdict(self)
+        return self._asdict() | {
+            "targets": [target._asdict() for target in self.targets],
+            "lanes": [lane._asdict() for lane in self.lanes],
+        }
 
 
 def status() -> Status:
@@ -117,24 +116,25 @@ def record(target: str, verdict: Verdict, version: str | None) -> None:
     """Keep a target's verdict, and say it once: INFO where all is well, one WARNING where the server is at risk."""
     if version:
         versions[target] = version
-    before = verdicts[target].state
+    before = verdicts[target]
     verdicts[target] = verdict
-    if verdict.state == before:  # a module of the target that came later, or a reload
+    if verdict == before:  # a module of the target that came later, or a reload
         return
     if verdict.state in ("unsupported", "failed"):
         log(logging.WARNING, f"{verdict.reason}.")
     elif verdict.state == "guarded":
         gate = f"; gate on SM12x: {', '.join(gates)}" if target == "flashinfer" and gates else ""
-        log(logging.INFO, f"{verdict.reason}{gate} (activated by {', '.join(active_routes())}).")
+        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(active_routes())}).")
     else:
-        log(logging.INFO, f"{verdict.reason}{_removal(verdict)}.")
+        log(logging.INFO, f"{verdict.reason}{_removal()}.")
 
 
-def _removal(verdict: Verdict) -> str:
-    if verdict.state not in ("not-needed", "not-affected"):
+def _removal() -> str:
+    """Say whether the package can go, once FlashInfer is known not to need it. Either host may be judged last."""
+    if verdicts["flashinfer"].state not in ("not-needed", "not-affected"):
         return ""
-    if verdicts["vllm"].state == "guarded":
-        return "; flashinfer-wsfix still guards vLLM's SM100Workspace here, so keep it"
+    if any(site.startswith(hook.CUTLASS_MLA) for site in verdicts["vllm"].sites):
+        return "; keep flashinfer-wsfix, for vLLM's SM100Workspace needs it whatever FlashInfer does"
     return "; flashinfer-wsfix can be removed, unless vLLM's SM100Workspace (CUTLASS MLA on SM100) is in use"
 
 

@@ -1,15 +1,16 @@
-"""vLLM's half: ``SM100Workspace.ensure_size`` moves its buffer just the same, and ``kernel_warmup`` is where to presize."""
+"""vLLM's half: ``SM100Workspace.ensure_size`` moves its buffer just the same; ``kernel_warmup`` is where to presize."""
 
+import dis
 import sys
-from collections.abc import Callable
+import weakref
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from . import report, settings, workspace
-from .detection import Verdict, parameters, resized
-from .guards import Guard, Patch, is_guarded, is_sm12x
+from .detection import Verdict, live_functions, parameters, resized
+from .guards import Guard, Patch, Wrapper, is_guarded, is_sm12x, observed
 from .hook import UTILS
 from .sites import LANES, SM100_WORKSPACE, WARMUP
 
@@ -17,52 +18,69 @@ from .sites import LANES, SM100_WORKSPACE, WARMUP
 class _Asking:
     """Stands in for the workspace while vLLM's own ``ensure_size`` computes what it needs: its buffer is armed."""
 
-    def __init__(self, instance: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, instance: Any) -> None:
         self._instance = instance
-        self._workspace_buf = workspace.arm(buffer.detach())
+        self._workspace_buf = workspace.arm(instance._workspace_buf.detach())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._instance, name)
 
 
 class _State:
-    """What we keep on an instance: its lane, the buffer last published, and a call-local one of a graph."""
+    """An instance's lane, whose first generation is vLLM's own buffer, and what of it the instance has now."""
 
-    def __init__(self, instance: Any) -> None:
-        own = instance._workspace_buf
-        name, device = SM100_WORKSPACE[1], own.device
-        with report.lock:
-            taken = sum(lane.name.startswith(name) and lane.device == device for lane in workspace.lanes())
-            self.lane = workspace.lane(f"{name}.{taken}" if taken else name, device)
-            self.lane.generations.append(own)
+    def __init__(self, own: torch.Tensor) -> None:
+        name = SM100_WORKSPACE[1]
+        taken = sum(lane.name.startswith(name) and lane.device == own.device for lane in workspace.lanes())
+        self.lane = workspace.lane(f"{name}.{taken}" if taken else name, own.device)
+        self.lane.generations.append(own)
         self.published = own
-        self.local: torch.Tensor | None = None
+        self.local: torch.Tensor | None = None  # of a call that was captured
 
 
-def wsfix_ensure_size(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let vLLM's method say what it needs, and grow by the rules of a lane: zeroed, and the old buffer kept."""
-    state = vars(instance).get("_wsfix")
-    if state is None:
-        state = instance._wsfix = _State(instance)
-    if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
-        instance._workspace_buf, state.local = state.published, None
-    try:
-        return wrapped.__func__(_Asking(instance, instance._workspace_buf), *args, **kwargs)  # type: ignore[attr-defined]
-    except workspace.Overflow as overflow:
-        size = overflow.size
-    buffer = state.lane.buffer_for(size, instance._workspace_buf)
-    # vLLM gets its own, unarmed view of the buffer: it must work without us as well.
-    instance._workspace_buf = buffer.detach()
-    if buffer is state.lane.generations[-1]:
-        state.published = instance._workspace_buf
-    else:
-        state.local = instance._workspace_buf
-    return None
+# Beside the instances, not on them: they are copied and pickled as vLLM's own.
+_states: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
 
 
-def wsfix_kernel_warmup(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _state_of(instance: Any) -> _State:
+    with report.lock:
+        state = _states.get(instance)
+        if state is None:
+            state = _states[instance] = _State(instance._workspace_buf)
+        return state
+
+
+def workspace_guard(ensure_size: FunctionType) -> Wrapper:
+    """Make the wrapper that lets ``SM100Workspace.ensure_size`` say what it needs, and grows by a lane's rules."""
+
+    def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = _state_of(instance)
+        if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
+            instance._workspace_buf, state.local = state.published, None
+        try:
+            ensure_size(_Asking(instance), *args, **kwargs)
+            return
+        except workspace.Overflow as overflow:
+            size = overflow.size
+        buffer = state.lane.buffer_for(size, instance._workspace_buf)
+        # vLLM gets its own, unarmed view of a buffer: it must work without us as well.
+        with report.lock:
+            newest = state.lane.generations[-1]
+            if newest.numel() < size:
+                instance._workspace_buf = state.local = buffer.detach()
+            elif newest.data_ptr() != state.published.data_ptr():
+                # Not `buffer`: another thread may have grown the lane further since.
+                instance._workspace_buf = state.published = newest.detach()
+
+    return wsfix_ensure_size
+
+
+def wsfix_observe_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Change nothing, and log each move."""
+    observed("vLLM", SM100_WORKSPACE[1], instance._workspace_buf, lambda: wrapped(*args, **kwargs))
+
+
+def wsfix_kernel_warmup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run vLLM's warm-up, then presize the lanes of the worker's device: what comes next is the capture."""
     result = wrapped(*args, **kwargs)
     try:
@@ -91,44 +109,59 @@ def _lanes_to_presize(device: torch.device) -> list[str]:
     return names
 
 
+def _is_plain(function: object) -> bool:
+    return type(function) is FunctionType and not hasattr(function, "__wrapped__")
+
+
+def _can_be_asked(ensure_size: FunctionType) -> bool:
+    """Say whether an ``_Asking`` can take the workspace's place: its buffer is resized, and no attribute is set."""
+    sets = any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(ensure_size))
+    return resized(ensure_size.__code__) == [f".{SM100_WORKSPACE[3]}"] and not sets
+
+
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     """Judge the vLLM modules that are imported, and list what has to be set to guard them. Changes nothing."""
     version = getattr(sys.modules.get("vllm"), "__version__", None)
     vllm = f"vLLM {version or 'of unknown version'}"
-    module, class_name, method, buffer = SM100_WORKSPACE
     if not config.vllm:
         return Verdict("disabled", f"{settings.PREFIX}_VLLM is off: vLLM is left alone"), [], version
+    observing = config.mode == "observe"
     patches, sites, said = [], [], []
-    workspace_class = vars(sys.modules[module]).get(class_name) if module in sys.modules else None
-    ensure_size = vars(workspace_class).get(method) if workspace_class else None
-    if ensure_size is not None and not is_guarded(ensure_size):
-        code = getattr(ensure_size, "__code__", None)
-        moves = code is not None and "resize_" in code.co_names
-        if type(ensure_size) is not FunctionType or (moves and resized(code) != [f".{buffer}"]):
-            return (
-                Verdict(
-                    "unsupported",
-                    f"{vllm} has a {class_name}.{method} in a way that flashinfer-wsfix does not know: nothing of vLLM is guarded,"
-                    " and CUDA graphs with CUTLASS MLA may replay against freed memory",
-                ),
-                [],
-                version,
+
+    module, class_name, method, _ = SM100_WORKSPACE
+    if module in sys.modules:
+        owner = vars(sys.modules[module]).get(class_name)
+        ensure_size: Any = vars(owner).get(method) if isinstance(owner, type) else None
+        codes = [(found.name, found.code) for found in live_functions(sys.modules[module])]
+        moving = [(name, code.co_name) for name, code in codes if "resize_" in code.co_names]
+        known = moving == [(class_name, method)] and _is_plain(ensure_size) and _can_be_asked(ensure_size)
+        if known and not is_guarded(ensure_size):
+            wrapper = wsfix_observe_ensure_size if observing else workspace_guard(ensure_size)
+            patches.append(Patch(owner, method, ensure_size, Guard(ensure_size, wrapper)))
+        if known or is_guarded(ensure_size):
+            sites.append(f"{module}.{class_name}.{method}")
+            said.append(f"{class_name} is {'observed, and NOTHING is guarded' if observing else 'guarded'}")
+        elif moving or (ensure_size is not None and not _is_plain(ensure_size)):
+            reason = (
+                f"{vllm} resizes its {class_name} in a way that flashinfer-wsfix does not know: nothing of vLLM is"
+                " guarded, and CUDA graphs with CUTLASS MLA may replay against freed memory"
             )
-        if moves:
-            patches.append(Patch(workspace_class, method, ensure_size, Guard(ensure_size, wsfix_ensure_size)))
-    if ensure_size is not None and (is_guarded(ensure_size) or patches):
-        sites.append(f"{module}.{class_name}.{method}")
-        said.append(f"{class_name} is guarded")
-    elif module in sys.modules:
-        said.append(f"its {class_name} does not move")
+            return Verdict("unsupported", reason), [], version
+        else:
+            said.append(f"its {class_name} is never resized")
+
     module, function, parameter = WARMUP
-    warmup = vars(sys.modules[module]).get(function) if module in sys.modules else None
-    if is_guarded(warmup):
-        sites.append(f"{module}.{function}")
-    elif type(warmup) is FunctionType and parameters(warmup.__code__)[:1] == (parameter,):
-        patches.append(Patch(sys.modules[module], function, warmup, Guard(warmup, wsfix_kernel_warmup)))
-        sites.append(f"{module}.{function}")
-    if f"{module}.{function}" in sites:
-        said.append("warm-up presizes the workspaces")
-    state = "guarded" if sites else "not-needed"
-    return Verdict(state, f"{vllm}: {', '.join(said)}", tuple(sites)), patches, version
+    if module in sys.modules and not observing:
+        warmup: Any = vars(sys.modules[module]).get(function)
+        known = _is_plain(warmup) and parameters(warmup.__code__)[:1] == (parameter,)
+        if known and not is_guarded(warmup):
+            patches.append(Patch(sys.modules[module], function, warmup, Guard(warmup, wsfix_kernel_warmup)))
+        if known or is_guarded(warmup):
+            sites.append(f"{module}.{function}")
+            said.append("its warm-up presizes FlashInfer's workspaces")
+        else:
+            said.append("its warm-up is not known and does not presize FlashInfer's workspaces")
+
+    state = "not-needed" if not sites else "observing" if observing else "guarded"
+    reason = f"{vllm}: {', '.join(said) or 'there is nothing to observe yet'}"
+    return Verdict(state, reason, tuple(sites)), patches, version

@@ -134,11 +134,14 @@ class Lane:
                 return scratch_of_tuner.current
             report.count("capture_overflows")
             mib = -(-size // STEP) * STEP // settings.MIB
+            advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it."
+            if all(self.name != row.name for row in LANES):  # vLLM's
+                advice = "Run that shape once before capture to avoid it."
             report.warn_once(
                 ("capture", self.name, self.device),
                 f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured,"
                 " more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay."
-                f" Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it.",
+                f" {advice}",
             )
         return arm(torch.zeros(size, dtype=torch.uint8, device=self.device))
 

@@ -1,18 +1,24 @@
 """`--flashinfer RELEASE` runs `tests/real` against that release's own code; without it that folder is left out."""
 
 import importlib
+import os
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import arguments
 import fakes
+import memory
 import releases
 
 REAL = Path(__file__).parent / "real"
+
+# The state machine's long run: `--hypothesis-profile long`.
+settings.register_profile("long", max_examples=50_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,3 +78,18 @@ def cudnn(gemm_base: types.ModuleType) -> fakes.Cudnn:
 def sites(gemm_base: types.ModuleType) -> list[arguments.Site]:
     """The functions of the table that this release has."""
     return arguments.present()
+
+
+@pytest.fixture
+def guard(gemm_base: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """The package, active for this test: default settings, no lane, nothing in FlashInfer's cache, counters at zero."""
+    import flashinfer_wsfix
+
+    for variable in [name for name in os.environ if name.startswith("FLASHINFER_WSFIX")]:
+        monkeypatch.delenv(variable)
+    flashinfer_wsfix.deactivate()
+    memory.forget_lanes()
+    flashinfer_wsfix.activate("test")
+    yield flashinfer_wsfix
+    flashinfer_wsfix.deactivate()
+    memory.forget_lanes()

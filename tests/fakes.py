@@ -4,6 +4,7 @@ Everything else is real: FlashInfer's Python code, torch, the auto-tuner. Tensor
 """
 
 import contextlib
+import itertools
 import sys
 import threading
 import types
@@ -260,8 +261,29 @@ def capability(major: int, minor: int) -> Iterator[None]:
         _clear_caches(sys.modules["flashinfer.utils"])
 
 
-def install(flashinfer: types.ModuleType) -> contextlib.ExitStack:
-    """Replace the device under torch and FlashInfer; closing what is returned puts it back."""
+@contextlib.contextmanager
+def out_of_memory(*calls: int) -> Iterator[None]:
+    """Let these calls of `torch.zeros` for a named device find no memory, in whichever thread: 0 is the next one."""
+    zeros, numbers = torch.zeros, itertools.count()
+
+    def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and next(numbers) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return zeros(*args, **kwargs)
+
+    with mock.patch.object(torch, "zeros", scarce):
+        yield
+
+
+@contextlib.contextmanager
+def available() -> Iterator[None]:
+    """Let torch say that there is a CUDA device."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        yield
+
+
+def install(flashinfer: types.ModuleType | None = None) -> contextlib.ExitStack:
+    """Replace the device under torch, and under FlashInfer if given; closing what is returned puts it back."""
     undo = contextlib.ExitStack()
     stream = Stream()
     device = {
@@ -281,6 +303,8 @@ def install(flashinfer: types.ModuleType) -> contextlib.ExitStack:
     }
     undo.enter_context(mock.patch.multiple(torch.cuda, **device))
     undo.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+    if flashinfer is None:
+        return undo
     # FlashInfer refuses to ask for the capability of a CPU, and its modules copied both names.
     _replace_everywhere(undo, flashinfer.utils.get_compute_capability, lambda device: _Device.capability)
     _replace_everywhere(undo, sys.modules["flashinfer.tllm_utils"].delay_kernel, lambda microseconds: None)

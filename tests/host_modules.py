@@ -40,8 +40,8 @@ def sglang(release):
     return _install(hosts.sglang(release), "sglang")
 
 
-def cutlass_mla(device="cpu"):
-    """Import the real `cutlass_mla`, whose global 128 MiB workspace is made on import, on `device`."""
+def cuda_is(device="cpu"):
+    """A context in which the device "cuda" is `device`, as far as torch's functions are concerned."""
     from torch.overrides import TorchFunctionMode
 
     class CudaIs(TorchFunctionMode):
@@ -51,7 +51,12 @@ def cutlass_mla(device="cpu"):
                 kwargs["device"] = device
             return func(*args, **kwargs)
 
-    with CudaIs():
+    return CudaIs()
+
+
+def cutlass_mla(device="cpu"):
+    """Import the real `cutlass_mla`, whose global 128 MiB workspace is made on import, on `device`."""
+    with cuda_is(device):
         return importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
 
 

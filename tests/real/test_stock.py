@@ -2,31 +2,23 @@
 
 import inspect
 import sys
-import types
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import arguments
 import fakes
+import flashinfer_wsfix
 import releases
 
 MIB_32 = 32 << 20
 FLAT = MIB_32 + 256  # what cuDNN's cuBLASLt-backed plan asks for
 
 
-def stock(site: arguments.Site) -> types.FunctionType:
-    """FlashInfer's own function, whoever wraps it."""
-    return inspect.unwrap(site.live())
-
-
-@pytest.fixture
-def unguarded(sites: list[arguments.Site]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for site in sites:
-            patch.setattr(f"{site.module}.{site.function}", stock(site))
-        yield
+@pytest.fixture(autouse=True)
+def stock(gemm_base):
+    """FlashInfer as it was released, also where the guard was active before."""
+    flashinfer_wsfix.deactivate()
 
 
 def growing(name: str) -> set[str]:
@@ -45,13 +37,13 @@ def test_the_sites_are_those_of_the_table(sites, release):
 
 def test_parameter_and_position(site, release):
     """The workspace is where the table says; before 0.6.12 two were named otherwise."""
-    names = list(inspect.signature(stock(site)).parameters)
+    names = list(inspect.signature(site.live()).parameters)
     assert names[site.position] in ("workspace", "workspace_buffer")
     assert names[site.position] == site.parameter or release not in releases.AFFECTED
 
 
 @pytest.mark.parametrize("style", ["positional", "keyword"])
-def test_a_fitting_workspace_reaches_cudnn_as_it_is(site, style, unguarded):
+def test_a_fitting_workspace_reaches_cudnn_as_it_is(site, style):
     """A site runs its plan once, on the tensor that it was given."""
     graph, workspace = fakes.Graph(MIB_32), torch.zeros(MIB_32, dtype=torch.uint8)
     arguments.call(site, graph, workspace, style)
@@ -61,7 +53,7 @@ def test_a_fitting_workspace_reaches_cudnn_as_it_is(site, style, unguarded):
     assert (execution.plan < 0) == (execution.kind == "execute")
 
 
-def test_256_bytes_more_move_the_workspace(site, release, unguarded):
+def test_256_bytes_more_move_the_workspace(site, release):
     """32 MiB, then 32 MiB + 256 B: the affected releases move the caller's tensor, the others leave it alone."""
     graph, workspace = fakes.Graph(MIB_32), torch.zeros(MIB_32, dtype=torch.uint8)
     arguments.call(site, graph, workspace)

@@ -1,0 +1,128 @@
+"""Run a test in a fresh process that has torch in it, and nothing of FlashInfer or of ours.
+
+It is a fork of one small server, since an import of torch takes longer than most of the tests.
+"""
+
+import atexit
+import faulthandler
+import functools
+import importlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
+PRELOADED = ("pytest", "torch", "fakes", "releases")
+
+
+@functools.cache
+def _server() -> subprocess.Popen[bytes]:
+    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(server.communicate)
+    return server
+
+
+def process(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test: its body runs in a fresh process, where nothing has to be undone."""
+
+    @functools.wraps(test)
+    def in_fresh_process(**arguments: Any) -> None:
+        server = _server()
+        assert server.stdin and server.stdout
+        with tempfile.NamedTemporaryFile() as output:
+            pickle.dump((test.__module__, test.__name__, arguments, output.name), server.stdin)
+            server.stdin.flush()
+            ended = int(server.stdout.readline())
+            printed = output.read().decode(errors="replace")
+        if ended == 0:
+            return
+        import pytest
+
+        if ended == SKIPPED:
+            pytest.skip(printed.strip().splitlines()[-1])
+        pytest.fail(f"ended with {ended}:\n{printed}", pytrace=False)
+
+    return in_fresh_process
+
+
+SKIPPED = 5
+
+
+def flashinfer(release: str, folder: Path | None = None) -> None:
+    """Let `import flashinfer` find this release, or a changed copy of it in `folder`, on the fakes."""
+    import fakes
+    import releases
+
+    sys.path.insert(0, str(folder or releases.fetch(release)))
+    sys.modules["cudnn"] = fakes.cudnn
+    sys.modules["cutlass"] = None  # type: ignore[assignment]
+
+
+def copy(release: str, folder: Path, changes: dict[str, Callable[[str], str]]) -> Path:
+    """Make a copy of a release in which some files, by their path below `flashinfer/`, are changed."""
+    import shutil
+
+    import releases
+
+    source = releases.fetch(release) / "flashinfer"
+    shutil.copytree(source, folder / "flashinfer", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
+    for name, change in changes.items():
+        before = (source / name).read_text()
+        after = change(before)
+        assert after != before, f"the change to {name} changes nothing"
+        (folder / "flashinfer" / name).unlink()
+        (folder / "flashinfer" / name).write_text(after)
+    return folder
+
+
+def listen() -> io.StringIO:
+    """Keep what is written to standard error from now on: our log, where the application has set up none."""
+    sys.stderr = io.StringIO()
+    return sys.stderr
+
+
+def _serve() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    while True:
+        try:
+            module, name, arguments, output = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            _run(module, name, arguments, output)
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _run(module: str, name: str, arguments: dict[str, Any], output: str) -> None:
+    """Run one test, and leave through the ordinary end of the interpreter, as the host's processes do."""
+    with open(output, "wb") as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    import pytest
+
+    try:
+        importlib.import_module(module).__dict__[name].__wrapped__(**arguments)
+    except pytest.skip.Exception as skipped:
+        print(skipped)
+        sys.exit(SKIPPED)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+        if isinstance(sys.stderr, io.StringIO):
+            print("standard error was:", sys.stderr.getvalue(), file=sys.__stderr__)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _serve()

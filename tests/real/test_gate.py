@@ -1,0 +1,242 @@
+"""D3: on SM12x cuDNN leaves the auto-tuned fp8 and bf16 lists, through FlashInfer's real dispatch and tuner."""
+
+import contextlib
+import json
+import logging
+from unittest import mock
+
+import pytest
+import torch
+
+import fakes
+import gemms
+import releases
+
+SM12X, OTHERS = [(12, 0), (12, 1)], [(10, 0), (10, 3), (9, 0), (8, 9)]
+GEMMS = {"fp8": gemms.bmm_fp8, "bf16": gemms.mm_bf16}
+RUNNER = {"fp8": "CudnnFp8GemmRunner", "bf16": "CudnnBf16GemmRunner"}
+
+
+@pytest.fixture(autouse=True)
+def affected(guard, release):
+    if release not in releases.AFFECTED:
+        pytest.skip("this release has no site")
+
+
+@pytest.fixture(params=GEMMS)
+def kind(request):
+    """The gate's name of a data type."""
+    return request.param
+
+
+@pytest.fixture
+def graph(cudnn):
+    """The one graph of cuDNN, twice as fast as any other kernel: it wins wherever it may compete."""
+    graph = fakes.Graph(32 << 20, cost=0.5, look=False)
+    cudnn.make_graph = lambda: graph
+    return graph
+
+
+@pytest.fixture
+def on():
+    """Make the device one of a capability, with FlashInfer's other kernels stubbed; what is returned records them."""
+    with contextlib.ExitStack() as undo:
+
+        def become(capability):
+            undo.enter_context(fakes.capability(*capability))
+            return undo.enter_context(fakes.stub_runners())
+
+        yield become
+
+
+@pytest.fixture
+def offered(gemm_base):
+    """The class names of the runners that the real tuner chose from, one list for each call."""
+    lists, choose_one = [], gemm_base.AutoTuner.choose_one
+
+    def spy(self, custom_op, runners, *args, **kwargs):
+        lists.append([type(runner).__name__ for runner in runners])
+        return choose_one(self, custom_op, runners, *args, **kwargs)
+
+    with mock.patch.object(gemm_base.AutoTuner, "choose_one", spy):
+        yield lists
+
+
+def switch(guard, monkeypatch, value):
+    """Set FLASHINFER_WSFIX_GATE and activate anew: settings are read then."""
+    guard.deactivate()
+    monkeypatch.setenv("FLASHINFER_WSFIX_GATE", value)
+    guard.activate()
+
+
+def cache_won_by_cudnn(guard, flashinfer, gemm, graph, path):
+    """Let FlashInfer tune without us and write its cache file; return the names of the winners in it."""
+    guard.deactivate()
+    with flashinfer.autotune(True, cache=str(path)):
+        gemm(flashinfer)
+    guard.activate()
+    flashinfer.autotuner.AutoTuner.get().clear_cache()
+    graph.executions.clear()
+    return [value[0] for key, value in json.loads(path.read_text()).items() if not key.startswith("_")]
+
+
+@pytest.mark.parametrize("tune", [False, True], ids=["untuned", "tuning"])
+@pytest.mark.parametrize("capability", SM12X)
+def test_on_sm12x_cudnn_is_left_out_and_the_order_kept(
+    capability, kind, tune, guard, flashinfer, gemm_base, graph, on, offered
+):
+    """The others stay, in FlashInfer's own order; in tuning mode cuDNN is not even measured."""
+    gemm = GEMMS[kind]
+    kernels = on(capability)
+    guard.deactivate()
+    gemm(flashinfer)
+    guard.activate()
+    graph.executions.clear()
+    kernels.launches.clear()
+    with flashinfer.autotune(tune):
+        gemm(flashinfer)
+    stock, gated = offered
+    assert RUNNER[kind] in stock
+    assert gated == [name for name in stock if name != RUNNER[kind]] != []
+    assert graph.executions == [] and kernels.launches
+    assert all(key[1] != RUNNER[kind] for key in map(_fields, gemm_base.AutoTuner.get().profiling_cache))
+
+
+def _fields(key):
+    """A key of the tuner, a tuple up to 0.6.14 and a record later."""
+    return key if isinstance(key, tuple) else (key.custom_op, key.runner_class_name)
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_other_architectures_are_untouched(capability, kind, guard, flashinfer, gemm_base, graph, on, offered):
+    """fp8 starts with SM89."""
+    on(capability)
+    GEMMS[kind](flashinfer)
+    guard.deactivate()
+    GEMMS[kind](flashinfer)
+    assert offered[0] == offered[1] and RUNNER[kind] in offered[0]
+    assert guard.status().gated_calls == 0
+
+
+def test_an_explicit_cudnn_is_honoured(kind, guard, flashinfer, graph, on, offered):
+    on((12, 0))
+    GEMMS[kind](flashinfer, backend="cudnn")
+    assert offered == [[RUNNER[kind]]] and len(graph.executions) == 1
+    assert guard.status().gated_calls == 0
+
+
+def test_a_list_of_cudnn_alone_is_never_emptied(guard, flashinfer, graph, on, offered):
+    """On SM12x bmm_bf16 has nothing else, so its workspace is presized there too."""
+    from flashinfer_wsfix.sites import LANES
+
+    on((12, 0))
+    gemms.bmm_bf16(flashinfer)
+    assert offered == [["CudnnBf16GemmRunner"]] and len(graph.executions) == 1
+    assert [lane.gate for lane in LANES if lane.name == "bmm_bf16_workspace"] == [None]
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_direct_callers_are_covered_and_their_list_is_not_changed(style, flashinfer, gemm_base, graph, on, offered):
+    """vLLM and others may call fp8_gemm_sm100 past bmm_fp8's heuristic, which upstream's own gate is in."""
+    on((12, 0))
+    a, b = torch.zeros(1, 1, 64).to(torch.float8_e4m3fn), torch.zeros(1, 32, 64).to(torch.float8_e4m3fn).mT
+    arguments = {
+        "a": a, "b": b, "scale_a": torch.ones(1), "scale_b": torch.ones(1),
+        "out": torch.empty(1, 1, 32, dtype=torch.bfloat16), "workspace_buffer": torch.zeros(1 << 20, dtype=torch.uint8),
+        "runner_names": ["cudnn", "cublas", "cutlass_sm12x"],
+    }  # fmt: skip
+    if style == "keyword":
+        gemm_base.fp8_gemm_sm100(**arguments)
+    else:
+        gemm_base.fp8_gemm_sm100(*arguments.values())
+    assert [name for name in offered[0] if "Cudnn" in name] == [] and len(offered[0]) == 2
+    assert arguments["runner_names"] == ["cudnn", "cublas", "cutlass_sm12x"]
+    assert graph.executions == []
+
+
+@pytest.mark.parametrize("tune", [False, True], ids=["loaded", "loaded-and-tuning"])
+def test_a_persisted_cache_that_cudnn_won_does_not_bring_it_back(
+    kind, tune, guard, flashinfer, gemm_base, graph, on, offered, tmp_path, monkeypatch
+):
+    """FlashInfer's own file, written by its own tuner. Without the gate the very same file runs cuDNN."""
+    on((12, 0))
+    path, copy = tmp_path / "tuned.json", tmp_path / "copy.json"
+    assert set(cache_won_by_cudnn(guard, flashinfer, GEMMS[kind], graph, path)) == {RUNNER[kind]}
+    copy.write_text(path.read_text())  # tuning adds to the file
+    with flashinfer.autotune(tune, cache=str(path)):
+        GEMMS[kind](flashinfer)
+    assert graph.executions == [] and RUNNER[kind] not in offered[-1]
+
+    gemm_base.AutoTuner.get().clear_cache()
+    switch(guard, monkeypatch, "off")
+    with flashinfer.autotune(False, cache=str(copy)):
+        GEMMS[kind](flashinfer)
+    assert len(graph.executions) == 1
+
+
+def test_it_is_said_once_for_each_data_type_and_counted(guard, flashinfer, graph, on, caplog):
+    on((12, 0))
+    for _ in range(3):
+        for gemm in GEMMS.values():
+            gemm(flashinfer)
+    said = [record for record in caplog.records if "gate: cuDNN is left out" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO] * 2
+    assert ["fp8" in record.getMessage() for record in said] == [True, False]
+    assert "FLASHINFER_WSFIX_GATE=off" in said[0].getMessage()
+    status = guard.status()
+    assert (status.gates, status.gated_calls) == (("fp8", "bf16"), 6)
+
+
+@pytest.mark.parametrize(
+    ("value", "gates"),
+    [
+        ("fp8", ("fp8",)),
+        ("bf16", ("bf16",)),
+        ("bf16, FP8", ("fp8", "bf16")),
+        ("off", ()),
+        ("0", ()),
+        ("", ("fp8", "bf16")),
+        ("nonsense", ("fp8", "bf16")),
+        ("fp8,fp4", ("fp8", "bf16")),
+    ],
+)
+def test_setting(value, gates, guard, flashinfer, graph, on, offered, monkeypatch, caplog):
+    """What makes no sense is named in one warning, and the default used."""
+    on((12, 0))
+    switch(guard, monkeypatch, value)
+    for gemm in GEMMS.values():
+        gemm(flashinfer)
+    assert tuple(kind for kind, names in zip(GEMMS, offered, strict=True) if RUNNER[kind] not in names) == gates
+    assert (guard.status().gates, guard.status().gated_calls) == (gates, len(gates))
+    complaints = [record for record in caplog.records if "makes no sense" in record.getMessage()]
+    assert len(complaints) == (value in ("nonsense", "fp8,fp4"))
+
+
+def test_deactivate_opens_the_gate(kind, guard, flashinfer, graph, on, offered):
+    on((12, 0))
+    guard.deactivate()
+    GEMMS[kind](flashinfer)
+    assert RUNNER[kind] in offered[0]
+
+
+@pytest.mark.parametrize("backend", [92000, 92301], ids=["cudnn-9.20", "cudnn-9.23.1"])
+def test_both_gates_together(backend, kind, release, guard, flashinfer, graph, cudnn, on, offered):
+    """From 0.6.18 on upstream leaves cuDNN out of bmm_fp8 before 9.23.1; ours does so for both, at any version."""
+    on((12, 0))
+    cudnn.backend = backend
+    upstream = kind == "fp8" and backend < 92301 and release.startswith("0.6.18")
+    GEMMS[kind](flashinfer)
+    assert RUNNER[kind] not in offered[0] and offered[0]
+    assert guard.status().gated_calls == (0 if upstream else 1)
+    guard.deactivate()
+    GEMMS[kind](flashinfer)
+    assert (RUNNER[kind] not in offered[1]) == upstream
+
+
+@pytest.mark.parametrize("broken", [RuntimeError("no device"), AssertionError("no CUDA")])
+def test_a_device_that_does_not_answer_is_not_ours_to_judge(broken, kind, guard, flashinfer, graph, on, offered):
+    on((12, 0))
+    unanswered = mock.patch("torch.cuda.get_device_capability", side_effect=broken)
+    with unanswered, contextlib.suppress(type(broken)):
+        GEMMS[kind](flashinfer)
+    assert guard.status().gated_calls == 0

@@ -1,0 +1,790 @@
+"""What must hold when a site is guarded: the twelve points of the contract, on FlashInfer's real code.
+
+The number in a test's name is the point that it shows. A graph's replay is stood in for by a write to the address that a
+cuDNN execute was given.
+"""
+
+import contextlib
+import gc
+import inspect
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import arguments
+import fakes
+import releases
+from flashinfer_wsfix import workspace
+from memory import Handed
+
+MIB = 1 << 20
+# To be quick, FlashInfer's own buffers have 1 MiB here and first generations 2 MiB, where nothing else is said.
+OWN, FIRST = MIB, 2 * MIB
+MORE = OWN + 256  # more than FlashInfer's buffer has, less than a first generation
+NAME = "bmm_fp8_workspace"
+CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # one device under two keys of FlashInfer's cache
+SENTINEL = b"graph\0\0\1"
+
+
+@pytest.fixture(autouse=True)
+def active(guard, release, monkeypatch):
+    """The guard, on the releases that need it; `test_presize.py` has what holds on the others."""
+    if release not in releases.AFFECTED:
+        pytest.skip("this release has no site")
+    monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "2")
+    guard.activate()
+
+
+@pytest.fixture
+def dirty_memory():
+    """What torch.empty() returns is full of ones, as memory that was in use before may be."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fp8(sites):
+    """One site, for what does not differ between them."""
+    return next(site for site in sites if site.kind == "fp8")
+
+
+def own(name=NAME, nbytes=OWN, device=CPU):
+    """FlashInfer's own buffer of a lane, from its own function."""
+    return sys.modules["flashinfer.utils"]._get_cache_buf(name, nbytes, device, zero_init=True)
+
+
+def call(site, nbytes, tensor, **options):
+    """Call a site whose plan asks for ``nbytes``; return its one execution."""
+    graph = fakes.Graph(nbytes, look=options.pop("look", True), write=options.pop("write", None))
+    arguments.call(site, graph, tensor, **options)
+    [execution] = graph.executions
+    return execution
+
+
+def hand(site, nbytes, tensor, **options):
+    """The same, keeping of the execution only the address that a graph would."""
+    return Handed.of(call(site, nbytes, tensor, look=False, **options).workspace)
+
+
+def lane(name=NAME, device=CPU):
+    return workspace._lanes[name, device]
+
+
+def same(one, other):
+    """Whether two tensors are the same memory in the same shape."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+# --- 1: no address dies -----------------------------------------------------------------------------------------------
+
+
+def test_1_a_graph_may_replay_on_every_generation_for_ever(site):
+    """What is written through the address of an old generation reaches nobody else, and stays there."""
+    tensor = own()
+    held = [hand(site, size, tensor) for size in (MIB, 2 * MIB + 256, 7 * MIB)]
+    assert [buffer.nbytes for buffer in held] == [2 * MIB, 4 * MIB, 8 * MIB]
+    for number, buffer in enumerate(held):
+        buffer.write(bytes([number] * 8))
+    gc.collect()
+    strangers = [torch.full((buffer.nbytes,), 9, dtype=torch.uint8) for buffer in held]
+    assert all(buffer.is_alive() for buffer in held)
+    assert [buffer.read() for buffer in held] == [{bytes([number] * 8)} for number in range(3)]
+    assert all((stranger == 9).all() for stranger in strangers)
+
+
+def reset(cache, key, other):
+    cache[key] = other
+
+
+def delete(cache, key, other):
+    del cache[key]
+
+
+def merge(cache, key, other):
+    cache |= {key: other}
+
+
+LEAVING = {
+    "setitem": reset,
+    "delitem": delete,
+    "ior": merge,
+    "clear": lambda cache, key, other: cache.clear(),
+    "pop": lambda cache, key, other: cache.pop(key),
+    "popitem": lambda cache, key, other: cache.popitem(),
+    "update": lambda cache, key, other: cache.update({key: other}),
+    "update_by_pairs": lambda cache, key, other: cache.update([(key, other)]),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING.keys())
+def test_1_flashinfers_own_buffer_lives_on_whichever_way_it_leaves_the_cache(leave, guard):
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    held = Handed.of(own(nbytes=MIB))
+    held.write(SENTINEL)
+    leave(cache, (NAME, CPU), torch.zeros(8, dtype=torch.uint8))
+    gc.collect()
+    assert held.is_alive()
+    assert held.read() == {SENTINEL}
+    assert guard.status().displaced_buffers == 1
+
+
+def test_1_nothing_is_displaced_by_what_keeps_a_buffer(guard):
+    """Setting the same tensor again, setdefault, reading, and a pop that finds nothing leave no trace."""
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    tensor = own(nbytes=MIB)
+    cache[NAME, CPU] = tensor
+    cache.setdefault((NAME, CPU), torch.zeros(8))
+    assert cache.pop(("other", CPU), None) is None
+    with pytest.raises(KeyError):
+        cache.pop(("other", CPU))
+    assert cache[NAME, CPU] is tensor
+    assert guard.status().displaced_buffers == 0
+    assert workspace.RetiringCache.retired == []
+
+
+def test_1_a_larger_request_displaces_under_every_name_that_modules_copied(guard):
+    """`_get_cache_buf` is imported by name into nine modules and more; each displaces, and nothing dies."""
+    function = sys.modules["flashinfer.utils"]._get_cache_buf
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("flashinfer.") and vars(module).get("_get_cache_buf") is function
+    ]
+    assert len(modules) >= 9
+    held = []
+    for size, module in enumerate(modules, start=1):
+        held.append(Handed.of(module._get_cache_buf(NAME, size * MIB, CPU, zero_init=True)))
+        held[-1].write(bytes([size] * 8))
+    gc.collect()
+    assert [buffer.read() for buffer in held] == [{bytes([size] * 8)} for size in range(1, len(modules) + 1)]
+    assert guard.status().displaced_buffers == len(modules) - 1
+
+
+def test_1_a_displaced_buffer_that_a_graph_ran_on_lives_on(fp8):
+    """The own buffer that a captured call ran on (point 7) outlives its displacement."""
+    with fakes.capturing():
+        held = hand(fp8, MIB, own(nbytes=MIB))
+    held.write(SENTINEL)
+    own(nbytes=2 * MIB)
+    gc.collect()
+    assert held.is_alive()
+    assert held.read() == {SENTINEL}
+
+
+# --- 2: always zeroed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_2_every_buffer_is_zeroed_at_first_sight(site, style, dirty_memory):
+    """Generations, call-local buffers and scratch, whatever the last kernel left behind and was freed since."""
+    tensor, scratch = own(), torch.full((256,), 7, dtype=torch.uint8)
+    assert call(site, MIB, tensor, style=style, write=7).zeroed
+    assert not call(site, MIB, tensor, style=style).zeroed  # left-overs are the next kernel's to deal with, as in stock
+    assert call(site, 3 * MIB, tensor, style=style, write=7).zeroed
+    with fakes.capturing():
+        assert call(site, 5 * MIB, tensor, style=style, write=7).zeroed
+        assert call(site, 5 * MIB, tensor, style=style).zeroed
+    with fakes.out_of_memory(0):
+        assert call(site, 5 * MIB, tensor, style=style).zeroed
+    assert call(site, MIB, scratch, style=style, write=7).zeroed
+
+
+def test_2_the_zero_fill_has_finished_before_a_generation_is_published(fp8):
+    """While the zeros are made, nobody can see them; another thread then gets all of them."""
+    seen = []
+    zeros = torch.zeros
+
+    def watched(*args, **kwargs):
+        if "device" in kwargs:
+            seen.append((lane().current is workspace.PROBE, list(lane().generations)))
+        return zeros(*args, **kwargs)
+
+    tensor = own()
+    with mock.patch.object(torch, "zeros", watched):
+        call(fp8, MORE, tensor)
+    assert seen == [(True, [])]
+
+
+# --- 3 and 4: what is not ours stays as it is -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_3_flashinfers_buffer_keeps_object_address_and_size(site, style):
+    tensor = own()
+    before = (tensor.data_ptr(), tensor.numel(), tensor.untyped_storage().nbytes())
+    for size in (0, OWN, MORE, FIRST + 256, 256):
+        call(site, size, tensor, style=style, look=False)
+    with fakes.capturing():
+        call(site, 9 * MIB, tensor, style=style, look=False)
+    assert own() is tensor
+    assert (tensor.data_ptr(), tensor.numel(), tensor.untyped_storage().nbytes()) == before
+    assert not tensor.any()
+    assert "resize_" not in vars(tensor)  # it can still be resized by its owner
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_4_the_callers_own_tensor_is_not_touched(site, style):
+    """Also one that is in no cache: same address, same size, same bytes, and the kernel never sees it."""
+    tensor = torch.full((256,), 7, dtype=torch.uint8)
+    before = (tensor.data_ptr(), tensor.numel())
+    for size in (16, MORE):
+        execution = call(site, size, tensor, style=style, write=1)
+        assert execution.workspace is not tensor
+        assert execution.data_ptr != before[0]
+    assert (tensor.data_ptr(), tensor.numel()) == before
+    assert (tensor == 7).all()
+
+
+# --- 5: the first generation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mebibytes, asked, made",
+    [
+        (None, 0, 40 * MIB),
+        (None, 32 * MIB + 256, 40 * MIB),  # what cuDNN's cuBLASLt-backed plan asks for
+        (None, 64 * MIB, 64 * MIB),
+        (None, 64 * MIB + 1, 66 * MIB),
+        ("96", 1000, 96 * MIB),
+        ("3", 1000, 4 * MIB),
+    ],
+)
+def test_5_first_eager_use_makes_generation_1(mebibytes, asked, made, guard, fp8, monkeypatch):
+    """40 MiB, or what the setting says, or more if asked for; in steps of 2 MiB."""
+    monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", mebibytes or "")
+    guard.activate()
+    execution = call(fp8, asked, own())
+    assert execution.numel == made
+    [status] = guard.status().lanes
+    assert (status.name, status.device, status.generation) == (NAME, "cpu", 1)
+    assert (status.nbytes, status.retired_nbytes, status.address) == (made, 0, execution.data_ptr)
+    assert status.high_water == asked
+    assert guard.status().growths == 0
+
+
+def test_5_zero_mebibytes_make_a_generation_on_overflow_only(guard, site, monkeypatch):
+    """With the setting at 0, a site runs on FlashInfer's buffer until a plan wants more than that has."""
+    monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "0")
+    guard.activate()
+    tensor = own()
+    for style in ("positional", "keyword"):
+        assert same(call(site, OWN, tensor, style=style).workspace, tensor)
+    assert guard.status().lanes[0].generation == 0
+    assert call(site, MORE, tensor).numel == 2 * MIB
+    assert call(site, 256, tensor).numel == 2 * MIB
+    assert (tensor.numel(), guard.status().lanes[0].generation) == (OWN, 1)
+
+
+# --- 6: growth --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked, made",
+    [
+        ([1, 2 * MIB, 2 * MIB + 1], [2, 4]),
+        ([1, 9 * MIB, 3 * MIB, 10 * MIB + 256], [2, 10, 20]),
+        ([32 * MIB, 31 * MIB, 1], [32]),
+        ([1, 2 * MIB + 1, 4 * MIB + 1, 8 * MIB + 1], [2, 4, 8, 16]),
+    ],
+)
+def test_6_a_generation_is_twice_the_last_one_or_what_was_asked_for(asked, made, guard, fp8):
+    """Never smaller again; retired bytes are counted, and stay below current ones."""
+    tensor = own()
+    for size in asked:
+        call(fp8, size, tensor, look=False)
+        [status] = guard.status().lanes
+        assert status.retired_nbytes < status.nbytes
+    assert [buffer.numel() for buffer in lane().generations] == [size * MIB for size in made]
+    assert status.retired_nbytes == sum(made[:-1]) * MIB
+    assert status.nbytes == made[-1] * MIB
+    assert (status.high_water, guard.status().growths) == (max(asked), len(made) - 1)
+
+
+# --- 7: under capture -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_7_without_a_generation_a_captured_call_that_fits_runs_on_flashinfers_buffer(site, style, guard):
+    tensor = own()
+    with fakes.capturing():
+        assert same(call(site, OWN, tensor, style=style).workspace, tensor)
+        assert same(call(site, OWN, tensor, style=style).workspace, tensor)
+    assert (guard.status().lanes[0].generation, guard.status().capture_overflows) == (0, 0)
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+@pytest.mark.parametrize("generations", [0, 1])
+def test_7_an_overflow_under_capture_publishes_nothing(site, style, generations, guard, caplog):
+    """It gets a zeroed buffer of its own, which nobody keeps, is counted each time and logged once with the size to set."""
+    tensor = own()
+    if generations:
+        call(site, 0, tensor, look=False)
+    before = (lane().current, list(lane().generations)) if generations else (workspace.PROBE, [])
+    caplog.clear()
+    for _ in range(2):
+        with fakes.capturing(), fakes.capturing():
+            execution = call(site, FIRST + 256, tensor, style=style)
+        assert (execution.numel, execution.zeroed, execution.capturing) == (FIRST + 256, True, True)
+        held = Handed.of(execution.workspace)
+        del execution
+        assert not held.is_alive()
+    assert (lane().current, lane().generations) == before
+    assert guard.status().capture_overflows == 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{FIRST + 256} bytes" in caplog.text
+    assert "FLASHINFER_WSFIX_WORKSPACE_MIB=4" in caplog.text
+    assert guard.status().lanes[0].high_water == FIRST + 256
+    assert call(site, FIRST + 256, tensor).numel == (2 * FIRST if generations else FIRST + 2 * MIB)
+
+
+def test_7_a_captured_call_that_fits_runs_on_the_generation(site, guard):
+    tensor = own()
+    address = hand(site, MORE, tensor).address
+    with fakes.capturing():
+        assert hand(site, FIRST, tensor).address == address
+    assert guard.status().capture_overflows == 0
+
+
+def test_7_a_capture_in_another_thread_does_not_stop_growth(fp8):
+    """Only the current stream of the calling thread decides."""
+    tensor = own()
+    with fakes.capturing(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(call, fp8, MORE, tensor).result().numel == FIRST
+        assert call(fp8, MORE, tensor).numel == FIRST  # and the capture may use it
+
+
+# --- 8: the auto-tuner's scratch --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made():
+    """The sizes of the buffers that torch.zeros() has made for a named device, as workspaces are."""
+    sizes, zeros = [], torch.zeros
+
+    def counted(*args, **kwargs):
+        if "device" in kwargs:
+            sizes.append(args[0])
+        return zeros(*args, **kwargs)
+
+    with mock.patch.object(torch, "zeros", counted):
+        yield sizes
+
+
+def test_8_scratch_is_zeroed_once_and_freed_with_its_tensor(site, made, guard):
+    """A tensor that is in no cache is no lane: one buffer however often it comes, and none when it is gone."""
+    scratch = torch.full((256,), 7, dtype=torch.uint8)
+    assert call(site, MORE, scratch, write=1).zeroed
+    held = hand(site, MORE, scratch)
+    for style in ("positional", "keyword"):
+        for _ in range(10):
+            assert hand(site, MORE, scratch, style=style).address == held.address
+    assert made == [FIRST]
+    assert guard.status().lanes == ()
+    assert held.is_alive()
+    del scratch
+    gc.collect()
+    assert not held.is_alive()
+
+
+def test_8_scratch_is_not_the_lane_and_not_other_scratch(fp8):
+    tensors = [own(), torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)]
+    assert len({hand(fp8, MORE, tensor).address for tensor in tensors}) == 3
+
+
+def test_8_scratch_under_capture_is_zeroed_too(fp8):
+    """A small tensor of random bytes never reaches a kernel, even where it would be large enough."""
+    scratch = torch.full((MORE,), 7, dtype=torch.uint8)
+    with fakes.capturing():
+        execution = call(fp8, MORE, scratch)
+    assert execution.zeroed
+    assert execution.workspace.data_ptr() != scratch.data_ptr()
+
+
+def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(flashinfer, gemm_base, cudnn, guard, made):
+    """The real tuner over several profiles of the real fp8 dispatch: scratch is zeroed, few, and gone afterwards."""
+    graph = fakes.Graph(MORE, write=7, cost=0.5)
+    cudnn.make_graph = lambda: graph
+    a, b = (torch.zeros(1, rows, 64).to(torch.float8_e4m3fn) for rows in (4, 32))
+    scale = torch.ones(1)
+
+    def gemm():
+        flashinfer.bmm_fp8(a, b.transpose(-2, -1), scale, scale, torch.bfloat16, backend="cudnn")
+
+    with fakes.capability(10, 0), fakes.stub_runners():
+        with flashinfer.autotune(True):
+            gemm()
+        tuned = len(graph.executions)
+        profiles = len({execution.variant_pack[0].shape for execution in graph.executions})
+        gemm()
+    seen = set()
+    for execution in graph.executions:
+        assert execution.zeroed or execution.data_ptr in seen
+        seen.add(execution.data_ptr)
+    assert tuned > 10
+    assert profiles > 1
+    assert len(made) <= profiles + 1
+    assert graph.last.data_ptr == guard.status().lanes[0].address
+    assert [status.name for status in guard.status().lanes] == ["bmm_fp8_workspace"]
+    del execution
+    graph.executions.clear()
+    gc.collect()
+    assert [value for value in gc.get_objects() if type(value) is workspace.Lane and value.name == "scratch"] == []
+
+
+# --- 9: one execute per call ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tactic", [None, 2])
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_9_a_plan_runs_once_with_what_the_caller_gave(site, style, tactic, gemm_base):
+    """But for the workspace, cuDNN gets what it would get from the stock site: first use, ordinary use, growth."""
+    inputs, tensor = arguments.tensors(site), own()
+    stock = fakes.Graph(0)
+    with mock.patch.object(arguments, "tensors", lambda site: inputs):
+        with mock.patch.object(sys.modules[site.module], site.function, inspect.unwrap(site.live())):
+            arguments.call(site, stock, tensor, style, tactic)
+        for size in (1000, 1000, FIRST + 256):
+            graph = fakes.Graph(size)
+            arguments.call(site, graph, tensor, style, tactic)
+            [execution] = graph.executions
+            assert (execution.kind, execution.plan) == (stock.last.kind, stock.last.plan)
+            assert execution.kwargs == stock.last.kwargs
+            assert execution.variant_pack.keys() == stock.last.variant_pack.keys()
+            for uid, given in execution.variant_pack.items():
+                expected = stock.last.variant_pack[uid]
+                assert given is expected or same(given, expected)
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("plan"), torch.OutOfMemoryError("plan"), Interrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_9_an_exception_of_the_site_comes_out_unchanged(site, style, error):
+    """From the execute or the size query, on first use, ordinary use and growth: it, with no context of ours."""
+
+    def refuse(plan):
+        raise error
+
+    tensor = own()
+    for size in (1000, 1000, FIRST + 256, refuse):
+        graph = fakes.Graph(size, error=error, look=False)
+        error.__traceback__ = None
+        with pytest.raises(type(error)) as caught:
+            arguments.call(site, graph, tensor, style)
+        assert caught.value is error
+        assert (error.__context__, error.__cause__) == (None, None)
+        assert len(graph.executions) == (size is not refuse)
+
+
+def test_9_a_wrong_call_fails_as_in_stock(site):
+    """Missing, doubled and unknown arguments, and a workspace that is no tensor."""
+    guarded, stock = site.live(), inspect.unwrap(site.live())
+    full = [fakes.Graph(1000), *arguments.tensors(site), own()]
+    wrong = [(full[:count], {}) for count in range(len(full))]
+    wrong += [(full, {site.parameter: full[-1]}), (full, {"unknown": 1}), ([*full[:-1], None], {})]
+    wrong += [(full[:-1], {site.parameter: None}), ([*full, None, None, None, None], {})]
+    for args, kwargs in wrong:
+        errors = []
+        for function in (stock, guarded):
+            with pytest.raises((TypeError, AttributeError)) as caught:
+                function(*args, **kwargs)
+            errors.append((type(caught.value), str(caught.value), caught.value.__context__))
+        assert errors[0] == errors[1]
+
+
+RUNNERS = {"fp8": "_cudnn_gemm_fp8_runner", "bf16": "_cudnn_gemm_bf16_runner", "mxfp8": "_cudnn_gemm_mxfp8_runner"}
+
+
+@pytest.mark.parametrize("backend", [92000, 92301], ids=["fixed-shape", "override-shape"])
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_9_the_runners_never_retry_because_of_us(kind, backend, gemm_base, cudnn, sites):
+    """A real runner's forward() executes once, on first use and while the lane grows; its retry would warn."""
+    cudnn.backend = backend
+    inputs = arguments.tensors(next(site for site in sites if site.kind == kind))
+    if kind == "bf16":
+        inputs.insert(3, None)
+    tensor = own()
+    for size in (MORE, FIRST + 256, 5 * MIB):
+        graph = fakes.Graph(size)
+        cudnn.make_graph = lambda graph=graph: graph
+        fakes.forget()
+        getattr(gemm_base, RUNNERS[kind])().forward([*inputs, tensor])
+        assert len(graph.executions) == 1
+        assert graph.last.zeroed
+
+
+# --- 10: never coarser than FlashInfer --------------------------------------------------------------------------------
+
+
+def test_10_lanes_are_apart_by_name_and_by_device(site, guard):
+    """Four keys of FlashInfer's cache, four generations; each at its own address, again and again."""
+    tensors = [own(name, OWN, device) for name in ("one", "two") for device in (CPU, CPU_0)]
+    for size in (1000, FIRST + 256):
+        addresses = [hand(site, size, tensor).address for tensor in tensors]
+        assert len(set(addresses)) == 4
+        assert [hand(site, size, tensor, style="keyword").address for tensor in tensors] == addresses
+    assert [(status.name, status.device) for status in guard.status().lanes] == [
+        ("one", "cpu"), ("one", "cpu:0"), ("two", "cpu"), ("two", "cpu:0")
+    ]  # fmt: skip
+
+
+def test_10_sites_that_share_a_workspace_share_the_lane(sites):
+    """And not finer: one generation for all sites that are given the same buffer."""
+    tensor = own()
+    assert len({hand(site, MORE, tensor).address for site in sites}) == 1
+
+
+# --- 11: threads, devices, inference mode -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def switching_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_11_32_threads_grow_lanes_at_once(lanes, guard, fp8):
+    """Each gets what its plan asks for, zeroed at first sight; what they were given lives on; growth stays geometric."""
+    tensors = [own(f"lane {number}", MIB, (CPU, CPU_0)[number % 2]) for number in range(lanes)]
+    barrier = threading.Barrier(32)
+
+    def grow(number):
+        barrier.wait(30)
+        return [hand(fp8, size * MIB, tensors[number % lanes]) for size in (1, number + 1, 2 * number)]
+
+    with switching_often(), ThreadPoolExecutor(32) as pool:
+        held = [buffer for buffers in pool.map(grow, range(32), timeout=60) for buffer in buffers]
+    assert all(buffer.is_alive() for buffer in held)
+    generations = [buffer for found in workspace.lanes() for buffer in found.generations]
+    assert {buffer.address for buffer in held} <= {buffer.data_ptr() for buffer in generations}
+    for found in workspace.lanes():
+        sizes = [buffer.numel() for buffer in found.generations]
+        assert all(after >= 2 * before for before, after in zip(sizes, sizes[1:], strict=False))
+        assert found.current is found.generations[-1]
+        assert not any(buffer.any() for buffer in found.generations)
+    assert len(workspace.lanes()) == lanes
+    assert guard.status().growths == len(generations) - lanes
+
+
+@pytest.mark.parametrize("inside_first", [True, False])
+def test_11_a_workspace_may_be_made_and_grown_inside_and_outside_of_inference_mode(site, inside_first):
+    """A generation is an ordinary tensor wherever it was made."""
+    with torch.inference_mode(inside_first):
+        tensor = own()
+        assert call(site, MORE, tensor, write=7).zeroed
+    with torch.inference_mode(not inside_first):
+        assert call(site, FIRST + 256, tensor, write=7).zeroed
+    assert not any(buffer.is_inference() for buffer in lane().generations)
+
+
+def test_11_the_stock_site_cannot_grow_an_inference_tensor_outside(fp8):
+    with torch.inference_mode():
+        tensor = own(nbytes=MIB)
+    with (
+        mock.patch.object(sys.modules[fp8.module], fp8.function, inspect.unwrap(fp8.live())),
+        pytest.raises(RuntimeError, match="InferenceMode"),
+    ):
+        call(fp8, 2 * MIB, tensor)
+
+
+FORK = """
+import os, sys, threading, time
+import fakes
+sys.modules["cudnn"], sys.modules["cutlass"] = fakes.cudnn, None
+import flashinfer, torch, flashinfer_wsfix, arguments
+fakes.install(flashinfer)
+from flashinfer_wsfix import workspace
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+site = next(site for site in arguments.SITES if site.kind == "fp8")
+utils = sys.modules["flashinfer.utils"]
+
+def grow(prefix, count):
+    for number in range(count):
+        tensor = utils._get_cache_buf(f"{prefix} {number}", 1 << 20, torch.device("cpu"))
+        for mebibytes in (1, 3, 5):
+            arguments.call(site, fakes.Graph(mebibytes << 20, look=False), tensor)
+
+stop = threading.Event()
+def grow_on():
+    number = 0
+    while not stop.is_set():
+        grow(f"parent {number % 2}", 4)
+        workspace._lanes.clear()  # so that they grow again
+        utils._cache_buf.clear()
+        workspace.RetiringCache.retired.clear()
+        number += 1
+
+thread = threading.Thread(target=grow_on)
+thread.start()
+for child in range(20):
+    pid = os.fork()
+    if not pid:
+        grow("child", 2)
+        flashinfer_wsfix.status()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            print(f"child {child} hangs", flush=True)
+            os._exit(1)
+        time.sleep(0.001)
+stop.set()
+thread.join(20)
+print("20 children grew")
+"""
+
+
+def test_11_a_child_that_is_forked_while_a_lane_grows_can_grow_lanes(release):
+    """No child inherits our lock taken, at 20 forks during growth."""
+    path = os.pathsep.join([str(releases.fetch(release)), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "FLASHINFER_WSFIX_WORKSPACE_MIB": "2", "FLASHINFER_WSFIX_LOG": "ERROR"}
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("20 children grew", 0), done.stderr
+
+
+# --- 12: no cost after warm-up ----------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts what this thread asks of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_12_a_thousand_calls_after_warm_up_do_what_stock_does(site, captured):
+    """No memset, no allocation, no thread: the same operations of torch as without us; so a graph holds nothing of ours."""
+    tensor, graph = own(), fakes.Graph(MORE, look=False)
+    full = [graph, *arguments.tensors(site)]
+    guarded, stock = site.live(), inspect.unwrap(site.live())
+    guarded(*full, tensor)
+    with fakes.capturing() if captured else contextlib.nullcontext():
+        with Operations() as expected:
+            stock(*full, lane().current)
+        with (
+            Operations() as done,
+            mock.patch.object(torch, "zeros") as zeros,
+            mock.patch.object(torch, "empty") as empty,
+            mock.patch.object(threading, "Thread") as thread,
+        ):
+            for _ in range(1000):
+                guarded(*full, tensor)
+    assert done.names == 1000 * expected.names
+    assert (zeros.called, empty.called, thread.called) == (False, False, False)
+    assert {execution.data_ptr for execution in graph.executions} == {lane().current.data_ptr()}
+
+
+def test_12_what_is_passed_is_exactly_a_tensor(site):
+    """Of class torch.Tensor itself: generations, FlashInfer's own buffer, call-local ones and scratch."""
+    tensor = own()
+    with fakes.capturing():
+        passed = [call(site, size, tensor, look=False) for size in (MIB, MORE)]
+    passed += [call(site, size, tensor, look=False) for size in (MORE, FIRST + 256)]
+    passed += [call(site, MORE, torch.zeros(256, dtype=torch.uint8), look=False)]
+    assert {type(execution.workspace) for execution in passed} == {torch.Tensor}
+    assert {(execution.workspace.dtype, execution.workspace.dim()) for execution in passed} == {(torch.uint8, 1)}
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_out_of_memory_comes_out_as_torch_raised_it_and_the_lane_is_as_it_was(site, style, guard):
+    """Where not even a call-local buffer can be had: FlashInfer's own behaviour, nothing executed, and later growth."""
+    tensor = own()
+    call(site, MORE, tensor)
+    before = (lane().current, list(lane().generations))
+    graph = fakes.Graph(FIRST + 256)
+    with fakes.out_of_memory(0, 1), pytest.raises(torch.OutOfMemoryError) as caught:
+        arguments.call(site, graph, tensor, style)
+    assert (caught.value.__context__, graph.executions) == (None, [])
+    assert (lane().current, lane().generations) == before
+    assert guard.status().growths == 0
+    assert call(site, FIRST + 256, tensor).numel == 2 * FIRST
+
+
+@pytest.mark.parametrize("generations", [0, 1])
+def test_where_only_the_doubled_size_fails_the_call_still_works(site, generations, guard):
+    """It runs on a zeroed buffer of its own size; FlashInfer's own where that is large enough."""
+    tensor = own()
+    if generations:
+        call(site, MORE, tensor)
+    before = (lane().current, list(lane().generations)) if generations else (workspace.PROBE, [])
+    with fakes.out_of_memory(0):
+        execution = call(site, FIRST + 256, tensor)
+    assert (execution.numel, execution.zeroed) == (FIRST + 256, True)
+    assert (lane().current, lane().generations) == before
+    with fakes.out_of_memory(0):
+        execution = call(site, 1000, tensor)
+    assert same(execution.workspace, lane().current if generations else tensor)
+
+
+# --- all of it at random ----------------------------------------------------------------------------------------------
+
+
+def test_5000_random_calls(guard, sites):
+    """Sizes up and down over several lanes, captures, displacements: nothing handed out is freed, moved or dirty at first
+    sight, retired bytes stay below current ones, and FlashInfer's own buffers keep object, address and size."""
+    rng = random.Random(5000)
+    keys = [(name, device) for name in ("one", "two", "three") for device in (CPU, CPU_0)]
+    owned = {key: MIB for key in keys}
+    before: dict = {}
+    handed: dict[int, tuple[Handed, bytes]] = {}
+    call_local = 0
+    for number in range(5000):
+        key = rng.choice(keys)
+        if rng.random() < 0.01:
+            owned[key] += 4096
+            before.pop(key, None)
+        tensor = own(key[0], owned[key], key[1])
+        assert before.setdefault(key, (id(tensor), tensor.data_ptr(), owned[key])) == (
+            id(tensor), tensor.data_ptr(), tensor.numel()
+        )  # fmt: skip
+        size = int(2 ** rng.uniform(0, 21 + 3 * number / 5000))
+        with fakes.capturing() if rng.random() < 0.1 else contextlib.nullcontext():
+            style = rng.choice(["positional", "keyword"])
+            execution = call(rng.choice(sites), size, tensor, style=style, look=False)
+        passed = execution.workspace
+        if execution.data_ptr not in handed:
+            assert not passed.any()
+        if passed is lane(*key).current or same(passed, tensor):
+            content = number.to_bytes(8, "little")
+            handed[execution.data_ptr] = (Handed.of(passed), content)
+            handed[execution.data_ptr][0].write(content)
+        else:
+            assert execution.capturing
+            call_local += 1
+        del execution, passed, tensor
+        if number % 100 == 0:
+            assert all(buffer.read() == {content} for buffer, content in handed.values())
+        assert all(buffer.is_alive() for buffer, content in handed.values())
+        for status in guard.status().lanes:
+            assert status.retired_nbytes < max(status.nbytes, 1)
+    assert all(buffer.read() == {content} for buffer, content in handed.values())
+    assert call_local == guard.status().capture_overflows > 0
+    assert guard.status().growths > len(keys)
+    assert guard.status().displaced_buffers > 10

@@ -1,0 +1,71 @@
+"""Tables of the README, made from the package's own rows and from what detection reads in the hosts' sources.
+
+``python tests/tables.py`` prints them; `test_tables.py` compares them with the README.
+"""
+
+from itertools import groupby
+from pathlib import Path
+
+import hosts
+import releases
+from flashinfer_wsfix import detection, hook
+from flashinfer_wsfix.sites import DEFECTS, GATES, SM100_WORKSPACE
+
+# What the table says of a defect of FlashInfer's, by detection's state. D2 and D3 are in every release, but only where
+# sites are guarded is the workspace zeroed and the gate in.
+CELLS = {
+    "D1": {"not-affected": "not there", "guarded": "**guarded**", "not-needed": "fixed"},
+    "D2": {"not-affected": "not guarded", "guarded": "**guarded**", "not-needed": "not guarded"},
+    "D3": {"not-affected": "not guarded", "guarded": "**guarded**", "not-needed": "not guarded"},
+}
+
+
+def flashinfer_state(release: str) -> str:
+    """Judge a release by its source. The gate must be there too where the sites are."""
+    functions: list[detection.Function] = []
+    for module in (hook.GEMM_BASE, hook.GEMM_BF16_FP4):
+        path = Path(releases.fetch(release), *module.split(".")).with_suffix(".py")
+        if path.exists():
+            functions += detection.source_functions(module, path.read_text())
+    state = detection.judge(functions, release).state
+    names = {function.name for function in functions}
+    assert state != "guarded" or all(gate.function in names for gate in GATES), release
+    return state
+
+
+def vllm_moves(release: str) -> bool:
+    """Say whether a release resizes its `SM100Workspace` where the package guards it, and nowhere else."""
+    module, class_name, method, buffer = SM100_WORKSPACE
+    source = Path(hosts.vllm(release), *module.split(".")).with_suffix(".py").read_text()
+    found = [function for function in detection.source_functions(module, source) if detection.resized(function.code)]
+    return [(function.name, detection.resized(function.code)) for function in found] == [
+        (f"{class_name}.{method}", [f".{buffer}"])
+    ]
+
+
+def defects() -> str:
+    """Say which defect is guarded on which host, and what ends it: a row for each defect, a column for each host."""
+    ordered = sorted(releases.DEFAULT, key=_version)
+    groups = [(state, list(group)) for state, group in groupby(ordered, key=flashinfer_state)]
+    (_, before), (_, affected), _ = groups
+    heads = [f"up to {before[-1]}", f"{affected[0]} to {affected[-1]}", f"after {affected[-1]}"]
+    moving = [release for release in hosts.VLLM_RELEASES if vllm_moves(release)]
+    assert moving == list(hosts.VLLM_RELEASES)
+    columns = [f"FlashInfer {head}" for head in heads] + [f"vLLM up to {moving[-1]}"]
+    lines = [["defect", *columns, "ended by"], ["---"] * (len(columns) + 2)]
+    for row in DEFECTS:
+        if row.host == "flashinfer":
+            cells = [CELLS[row.name][state] for state, _ in groups] + [""]
+        else:
+            cells = ["", "", "", "**guarded**"]
+        lines.append([f"{row.name}: {row.what}", *cells, row.fixed_by])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _version(release: str) -> tuple[tuple[int, ...], int]:
+    numbers, _, post = release.partition(".post")
+    return tuple(map(int, numbers.split("."))), int(post or 0)
+
+
+if __name__ == "__main__":
+    print(defects())

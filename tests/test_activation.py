@@ -1,0 +1,783 @@
+"""Activation before, after and in the middle of FlashInfer's import, and the way back; each case in a fresh process."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fresh
+
+GEMM, UTILS, LATE = "flashinfer.gemm", "flashinfer.utils", "flashinfer.gemm.gemm_bf16_fp4_cudnn"
+GEMM_BASE = "flashinfer.gemm.gemm_base"
+SITE, GATE = "execute_cudnn_gemm_fp8_graph", "fp8_gemm_sm100"
+RELEASES = ("0.6.12", "0.6.18.post1")
+
+
+def state(target=0):
+    import flashinfer_wsfix
+
+    return flashinfer_wsfix.status().targets[target].state
+
+
+def guards_on(name):
+    """How many of our wrappers lie over one another at the site."""
+    from flashinfer_wsfix.guards import Guard
+
+    value, count = vars(sys.modules[GEMM_BASE])[name], 0
+    while value is not None:
+        count += type(value) is Guard
+        value = getattr(value, "__wrapped__", None)
+    return count
+
+
+def assert_guarded(sites=8):
+    """Every site has one guard, the gate and the cache have theirs, and a call runs on a generation of ours."""
+    import arguments
+    import fakes
+    import flashinfer_wsfix
+    import torch
+    from flashinfer_wsfix import workspace
+
+    status = flashinfer_wsfix.status()
+    assert (status.targets[0].state, len(status.targets[0].sites)) == ("guarded", sites)
+    assert [guards_on(site.function) for site in arguments.SITES[:8]] == [1] * 8
+    assert guards_on(GATE) == guards_on("bf16_gemm_sm100") == 1
+    assert type(sys.modules[UTILS]._cache_buf) is workspace.RetiringCache
+    sys.modules["flashinfer"].utils = sys.modules[UTILS]  # a second import of a package binds no submodule that it finds
+    with fakes.install(sys.modules["flashinfer"]):
+        for site in arguments.SITES[:sites]:
+            own = sys.modules[UTILS]._get_cache_buf(f"{site}", 1 << 20, torch.device("cpu"))
+            graph = fakes.Graph(2 << 20)
+            arguments.call(site, graph, own)
+            assert graph.last.numel == 40 << 20 and own.numel() == 1 << 20
+
+
+def lines(said):
+    """What was logged of activation: not the lines about lanes, which come of the calls that `assert_guarded` makes."""
+    return [line for line in said.getvalue().splitlines() if "]: generation " not in line]
+
+
+def assert_stock():
+    import flashinfer_wsfix
+
+    assert flashinfer_wsfix.status().targets[0].state == "pending"
+    assert guards_on(SITE) == guards_on(GATE) == 0
+    assert type(sys.modules[UTILS]._cache_buf) is dict
+
+
+# --- before, after, between -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@fresh.process
+def test_before(release):
+    fresh.flashinfer(release)
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    assert state() == "pending" and not said.getvalue()
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert [line.split()[0] for line in lines(said)] == ["INFO"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@fresh.process
+def test_after(release):
+    fresh.flashinfer(release)
+    said = fresh.listen()
+    importlib.import_module("flashinfer")
+    importlib.import_module("flashinfer_wsfix")
+    assert_guarded()
+    assert len(lines(said)) == 1
+
+
+@pytest.mark.parametrize("first", ["flashinfer.jit", "flashinfer.utils", "flashinfer.gemm.gemm_base"])
+@fresh.process
+def test_between_two_imports(first):
+    """A part of FlashInfer was imported before us, the rest after."""
+    fresh.flashinfer("0.6.14")
+    with pytest.MonkeyPatch.context() as patch:
+        # Only as a stand-in for a process that imports a part: the package's own __init__ would import the whole.
+        package = types.ModuleType("flashinfer")
+        package.__path__ = [str(Path(sys.path[0]) / "flashinfer")]
+        patch.setitem(sys.modules, "flashinfer", package)
+        importlib.import_module(first)
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert "WARNING" not in said.getvalue()
+
+
+@fresh.process
+def test_twice_is_once():
+    """Neither a second activation nor many by each route wrap twice or say anything again."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    import flashinfer_wsfix
+
+    flashinfer_wsfix.activate("a")
+    importlib.import_module("flashinfer")
+    for route in ("a", "b", "call", "a"):
+        flashinfer_wsfix.activate(route)
+    assert_guarded()
+    assert sum(type(finder).__module__.startswith("flashinfer_wsfix") for finder in sys.meta_path) == 1
+    assert len(lines(said)) == 1
+    assert flashinfer_wsfix.status().routes == ("a", "b", "call")
+
+
+@fresh.process
+def test_vllms_and_sglangs_routes_and_the_import_are_one():
+    fresh.flashinfer("0.6.14")
+    from flashinfer_wsfix import startup
+
+    startup.vllm_plugin()
+    startup.sglang_plugin()
+    assert not {"flashinfer", "wrapt"} & set(sys.modules)
+    importlib.import_module("flashinfer")
+    startup.vllm_plugin()
+    assert_guarded()
+    assert len(sys.modules["flashinfer_wsfix"].status().routes) == 2
+
+
+def bare(code, *options, path=()):
+    """What a new interpreter printed, with nothing but the package on its path."""
+    import flashinfer_wsfix
+
+    paths = [str(Path(flashinfer_wsfix.__file__).parents[1]), *map(str, path)]
+    ran = subprocess.run(
+        [sys.executable, *options, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=fresh.SECONDS,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, ran.stderr
+
+
+def test_the_import_of_the_package_loads_two_modules():
+    """`import flashinfer_wsfix` alone loads itself and its hook, nothing else: neither torch nor any other module."""
+    printed, said = bare(
+        "import sys; before = set(sys.modules); import flashinfer_wsfix; print(sorted(set(sys.modules) - before))", "-S"
+    )
+    assert printed == "['flashinfer_wsfix', 'flashinfer_wsfix.hook']\n"
+    assert said == ""
+
+
+def test_status_loads_only_the_standard_library():
+    code = """
+import sys
+before = set(sys.modules)
+import flashinfer_wsfix
+flashinfer_wsfix.activate("call"), flashinfer_wsfix.status().as_dict(), flashinfer_wsfix.deactivate()
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+    assert bare(code) == ("['flashinfer_wsfix']\n", "")
+
+
+# --- in the middle of an import ---------------------------------------------------------------------------------------
+
+POINTS = (
+    "flashinfer", "flashinfer.version", "flashinfer.jit", "flashinfer.utils", "flashinfer.autotuner",
+    "flashinfer.gemm", "flashinfer.gemm.gemm_base", "flashinfer.gemm.gemm_bf16_fp4", "flashinfer.gemm.routergemm",
+    "flashinfer.mla", "flashinfer.norm", "flashinfer.sampling",
+)  # fmt: skip
+
+
+class Pause(importlib.abc.MetaPathFinder):
+    """Calls `at` between a finder's answer and the module's place in sys.modules (`found`), or after its body (`run`)."""
+
+    def __init__(self, name, when, at):
+        self.name, self.when, self.at = name, when, at
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def found(spec):
+            self.at()
+
+        def run(module):
+            execute(module)
+            self.at()
+
+        if self.when == "found":
+            spec.loader.create_module = found
+        else:
+            spec.loader.exec_module = run
+        return spec
+
+
+@pytest.mark.parametrize("when", ["found", "run"])
+@pytest.mark.parametrize("name", POINTS)
+@fresh.process
+def test_while_another_thread_imports(name, when):
+    """Activated while another thread is at one point of `import flashinfer`: guarded when that import returns."""
+    fresh.flashinfer("0.6.14")
+    half_way, go_on = threading.Event(), threading.Event()
+
+    def at():
+        half_way.set()
+        assert go_on.wait(60)
+
+    sys.meta_path.insert(0, Pause(name, when, at))
+    seen = []
+
+    def import_it():
+        importlib.import_module("flashinfer")
+        seen.append((state(), guards_on(SITE)))
+
+    said = fresh.listen()
+    thread = threading.Thread(target=import_it)
+    thread.start()
+    assert half_way.wait(60)
+    importlib.import_module("flashinfer_wsfix")  # must not wait for the other thread
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert seen == [("guarded", 1)]
+    assert_guarded()
+    assert len(lines(said)) == 1 and "all guarded" in lines(said)[0], said.getvalue()
+
+
+@pytest.mark.parametrize("when", ["found", "run"])
+@pytest.mark.parametrize("name", POINTS)
+@fresh.process
+def test_from_inside_the_import(name, when):
+    """Activated by a module that FlashInfer's import runs, in the same thread."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    sys.meta_path.insert(0, Pause(name, when, lambda: importlib.import_module("flashinfer_wsfix")))
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert len(lines(said)) == 1 and "all guarded" in lines(said)[0], said.getvalue()
+
+
+def test_after_an_import_that_failed(tmp_path):
+    failing = "gemm/routergemm.py"
+    failed_import(folder=tmp_path, failing=failing)
+
+
+@fresh.process
+def failed_import(folder, failing):
+    """FlashInfer's own error comes out as it is, and the import that works later is guarded."""
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", folder, {failing: lambda text: "raise OSError('theirs')\n" + text}))
+    importlib.import_module("flashinfer_wsfix")
+    with pytest.raises(OSError, match="theirs"):
+        importlib.import_module("flashinfer")
+    (folder / "flashinfer" / failing).write_text((folder / "flashinfer" / failing).read_text().split("\n", 1)[1])
+    importlib.invalidate_caches()
+    importlib.import_module("flashinfer")
+    assert_guarded()
+
+
+@fresh.process
+def test_many_threads_import_activate_and_ask():
+    """32 threads import FlashInfer, activate, deactivate and ask for the status at once: no deadlock, and it works."""
+    fresh.flashinfer("0.6.14")
+    fresh.listen()
+    import flashinfer_wsfix
+
+    errors = []
+    start = threading.Barrier(32)
+    names = itertools.cycle(["flashinfer", GEMM, UTILS, LATE])
+
+    def work(number, name):
+        try:
+            start.wait(60)
+            if number % 4 == 0:
+                importlib.import_module(name)
+            for _ in range(20):
+                if number % 4 == 1:
+                    flashinfer_wsfix.activate()
+                elif number % 4 == 2:
+                    flashinfer_wsfix.status()
+                elif number % 8 == 3:
+                    flashinfer_wsfix.deactivate()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number, next(names))) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    flashinfer_wsfix.activate()
+    importlib.import_module(LATE)
+    assert_guarded(10)
+
+
+@fresh.process
+def test_no_lock_of_ours_is_held_while_an_import_runs():
+    """While a module is being imported, by FlashInfer or by us, another thread can take our lock."""
+    fresh.flashinfer("0.6.14")
+    import flashinfer_wsfix
+    from flashinfer_wsfix import report
+
+    imported = []
+
+    class Watch(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            taken = []
+            thread = threading.Thread(target=lambda: taken.append(report.lock.acquire(timeout=5) and report.lock.release()))
+            thread.start()
+            thread.join()
+            imported.append((name, taken == [None]))
+
+    sys.meta_path.insert(0, Watch())
+    importlib.import_module("flashinfer")
+    importlib.import_module(LATE)
+    flashinfer_wsfix.activate()
+    assert {GEMM, "wrapt", "flashinfer_wsfix.patching"} <= {name for name, _ in imported}
+    assert all(free for _, free in imported)
+
+
+# --- again ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [GEMM_BASE, UTILS, LATE, GEMM])
+@fresh.process
+def test_reload(name):
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    importlib.import_module(LATE)
+    assert_guarded(10)
+    retired = dict(sys.modules[UTILS]._cache_buf)
+    importlib.reload(sys.modules[name])
+    assert_guarded(10)
+    assert retired  # a reload of utils starts a new cache; the old buffers are kept by whom they were given to
+
+
+@fresh.process
+def test_a_reload_of_utils_frees_no_buffer():
+    """`importlib.reload(flashinfer.utils)` drops the whole cache, whose buffers captured graphs may hold."""
+    import weakref
+
+    import torch
+
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    alive = weakref.ref(sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu")))
+    importlib.reload(sys.modules[UTILS])
+    assert_guarded()
+    assert alive() is not None
+
+
+@pytest.mark.parametrize("prefix", ["flashinfer", "flashinfer.gemm", "flashinfer.utils"])
+@fresh.process
+def test_a_fresh_import(prefix):
+    """Deleted from sys.modules and imported again, the new module is guarded too."""
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    old = sys.modules[GEMM_BASE]
+    for name in [name for name in sys.modules if name == prefix or name.startswith(prefix + ".")]:
+        del sys.modules[name]
+    importlib.import_module("flashinfer")
+    importlib.import_module(GEMM)
+    importlib.import_module(UTILS)
+    assert_guarded()
+    assert (sys.modules[GEMM_BASE] is old) == (prefix == "flashinfer.utils")
+
+
+@fresh.process
+def test_the_two_late_sites():
+    """gemm_bf16_fp4_cudnn is loaded on demand: 8 sites become 10."""
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert LATE not in sys.modules
+    assert_guarded(8)
+    importlib.import_module(LATE)
+    assert_guarded(10)
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+@fresh.process
+def test_deactivate_restores_the_very_objects():
+    """Copies that other modules made by name are rebound and restored as well; no buffer is freed."""
+    fresh.flashinfer("0.6.14")
+    import torch
+
+    importlib.import_module("flashinfer")
+    importlib.import_module(LATE)
+    base, utils = sys.modules[GEMM_BASE], sys.modules[UTILS]
+    copies = sys.modules["copies"] = types.ModuleType("copies")
+    copies.site, copies.cache = getattr(base, SITE), utils._cache_buf
+    own = utils._get_cache_buf("mm_bf16_workspace", 1 << 20, torch.device("cpu"))
+    watched = [sys.modules[name] for name in sys.modules if name.startswith("flashinfer")] + [copies]
+    before = [dict(vars(module)) for module in watched]
+
+    import flashinfer_wsfix
+
+    assert_guarded(10)
+    assert copies.site is getattr(base, SITE) and copies.cache is utils._cache_buf
+    addresses = [lane.address for lane in flashinfer_wsfix.status().lanes]
+    displaced = utils._get_cache_buf("mm_bf16_workspace", 2 << 20, torch.device("cpu"))
+
+    assert flashinfer_wsfix.deactivate() == ()
+    assert_stock()
+    for module, names in zip(watched, before, strict=True):
+        assert all(vars(module)[name] is value for name, value in names.items() if not name.startswith("__"))
+    assert utils._cache_buf["mm_bf16_workspace", torch.device("cpu")] is displaced
+    assert [lane.address for lane in flashinfer_wsfix.status().lanes] == addresses and len(addresses) == 10
+    from flashinfer_wsfix import workspace
+
+    assert any(buffer is own for buffer in workspace.RetiringCache.retired)
+    importlib.reload(base)
+    assert_stock()
+    flashinfer_wsfix.activate()
+    assert_guarded(10)
+
+
+@fresh.process
+def test_deactivate_before_the_import():
+    fresh.flashinfer("0.6.14")
+    import flashinfer_wsfix
+
+    assert flashinfer_wsfix.deactivate() == ()
+    importlib.import_module("flashinfer")
+    assert_stock()
+    assert flashinfer_wsfix.status().routes == ()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@fresh.process
+def test_off(monkeypatch=None):
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    os.environ["FLASHINFER_WSFIX"] = "0"
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert state() == "disabled" and guards_on(SITE) == guards_on(GATE) == 0
+    assert type(sys.modules[UTILS]._cache_buf) is dict
+    assert "WARNING" not in said.getvalue()
+
+
+@fresh.process
+def test_observe():
+    """Moves are logged with both addresses, and nothing is changed: the stock code's buffer moves."""
+    fresh.flashinfer("0.6.14")
+    os.environ["FLASHINFER_WSFIX"] = "observe"
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert state() == "observing" and guards_on(GATE) == 0
+    assert type(sys.modules[UTILS]._cache_buf) is dict
+    import arguments
+    import fakes
+    import torch
+
+    with fakes.install(sys.modules["flashinfer"]):
+        own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
+        old = own.data_ptr()
+        arguments.call(arguments.SITES[4], fakes.Graph((1 << 20) + 256), own)
+    assert own.data_ptr() != old
+    assert f"{old:#x}" in said.getvalue() and f"{own.data_ptr():#x}" in said.getvalue()
+    assert "bmm_fp8_workspace" in said.getvalue()
+
+
+@fresh.process
+def test_nonsense_is_named_once_and_the_default_used():
+    fresh.flashinfer("0.6.14")
+    os.environ["FLASHINFER_WSFIX"] = "perhaps"
+    os.environ["FLASHINFER_WSFIX_WORKSPACE"] = "64"
+    said = fresh.listen()
+    import flashinfer_wsfix
+
+    importlib.import_module("flashinfer")
+    flashinfer_wsfix.activate()
+    assert_guarded()
+    warnings = [line for line in said.getvalue().splitlines() if line.startswith("WARNING ")]
+    assert len(warnings) == 2
+    assert "FLASHINFER_WSFIX='perhaps'" in warnings[0] and "FLASHINFER_WSFIX_WORKSPACE is not" in warnings[1]
+
+
+@fresh.process
+def test_the_mode_may_change_between_activations():
+    """Settings are read when the patch is applied, each time."""
+    fresh.flashinfer("0.6.14")
+    import flashinfer_wsfix
+
+    importlib.import_module("flashinfer")
+    seen = []
+    for mode in ("1", "0", "observe", "1", "observe", "0", "1"):
+        os.environ["FLASHINFER_WSFIX"] = mode
+        flashinfer_wsfix.activate()
+        seen.append((state(), guards_on(SITE), guards_on(GATE)))
+    on, off, observe = ("guarded", 1, 1), ("disabled", 0, 0), ("observing", 1, 0)
+    assert seen == [on, off, observe, on, observe, off, on]
+    assert_guarded()
+
+
+@fresh.process
+def test_strict_lets_our_errors_out():
+    """With FLASHINFER_WSFIX_STRICT=1 an error of ours breaks the import; without it the import works, stock."""
+    fresh.flashinfer("0.6.14")
+    from flashinfer_wsfix import guards
+
+    guards.judge = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHINFER_WSFIX_STRICT", "1")
+        with pytest.raises(TypeError):
+            importlib.import_module("flashinfer")
+        with pytest.raises(TypeError):
+            sys.modules["flashinfer_wsfix"].activate() or importlib.import_module("flashinfer")
+    importlib.import_module("flashinfer")
+    assert state() == "failed"
+
+
+# --- other import hooks -----------------------------------------------------------------------------------------------
+
+
+class Legacy:
+    """A finder of Python 2's time, without find_spec."""
+
+    def find_module(self, name, path=None):
+        return None
+
+
+class Delegating(importlib.abc.MetaPathFinder):
+    """Asks the finders after it, as ddtrace and coverage do, and puts a loader of its own around what they find."""
+
+    def __init__(self):
+        self.seen = []
+
+    def find_spec(self, name, path=None, target=None):
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in after if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None and name.startswith("flashinfer."):
+            spec.loader = Around(spec.loader, self.seen)
+        return spec
+
+
+class Around(importlib.abc.Loader):
+    def __init__(self, loader, seen):
+        self.loader, self.seen = loader, seen
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        self.seen.append(module.__name__)
+
+
+class Slots(importlib.abc.Loader):
+    """A loader whose instances take no attributes."""
+
+    __slots__ = ("loader",)
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+
+
+class SlotsFinder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or not name.startswith("flashinfer"):
+            return None
+        loader = Slots()
+        loader.loader, spec.loader = spec.loader, loader
+        return spec
+
+
+def legacy():
+    sys.meta_path.insert(0, Legacy())
+
+
+def delegating():
+    sys.meta_path.insert(0, Delegating())
+
+
+def slots():
+    sys.meta_path.insert(1, SlotsFinder())
+
+
+def wrapts():
+    import wrapt
+
+    wrapt.register_post_import_hook(lambda module: setattr(module, "hooked", True), GEMM_BASE)
+
+
+HOOKS = {function.__name__: function for function in (legacy, delegating, slots, wrapts)}
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize("hook", HOOKS)
+@fresh.process
+def test_other_import_hooks(hook, first):
+    """Another tool's import hook, put in before ours or after: both do their work."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    if first == "theirs":
+        HOOKS[hook]()
+    importlib.import_module("flashinfer_wsfix")
+    if first == "ours":
+        HOOKS[hook]()
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert len(lines(said)) == 1, said.getvalue()
+    if hook == "wrapts":
+        assert sys.modules[GEMM_BASE].hooked
+    if hook == "delegating":
+        (finder,) = (finder for finder in sys.meta_path if isinstance(finder, Delegating))
+        assert {GEMM, GEMM_BASE, UTILS} <= set(finder.seen)
+    importlib.reload(sys.modules[GEMM_BASE])
+    if hook != "slots":  # nothing tells us of a reload there
+        assert_guarded()
+    sys.modules["flashinfer_wsfix"].activate()
+    assert_guarded()
+
+
+@pytest.mark.parametrize("name", [GEMM, "flashinfer", LATE])
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@fresh.process
+def test_lazy_loader(name, first):
+    """A module that importlib.util.LazyLoader has only prepared is not loaded by us, and guarded once it is."""
+    fresh.flashinfer("0.6.14")
+
+    class Lazy(importlib.abc.MetaPathFinder):
+        def find_spec(self, asked, path=None, target=None):
+            if asked != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(asked)
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+            return spec
+
+    if first == "ours":
+        importlib.import_module("flashinfer_wsfix")
+    sys.meta_path.insert(0, Lazy())
+    if name == LATE:
+        importlib.import_module("flashinfer")
+    module = importlib.import_module(name)
+    if name != GEMM or first == "ours":  # FlashInfer's own __init__ uses what it imports
+        assert "Lazy" in object.__getattribute__(module, "__class__").__name__ or name == GEMM
+    flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
+    flashinfer_wsfix.activate()
+    flashinfer_wsfix.status()
+    if name != GEMM:
+        assert "Lazy" in object.__getattribute__(module, "__class__").__name__
+    assert module.__doc__ or True
+    importlib.import_module("flashinfer.gemm").gemm_base  # noqa: B018
+    assert_guarded(10 if name == LATE else 8)
+
+
+@fresh.process
+def test_lazy_modules_of_others_stay_lazy():
+    """Looking for copied names in all modules loads none that only waits to be loaded."""
+    fresh.flashinfer("0.6.14")
+    spec = importlib.util.find_spec("wave")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = sys.modules["wave"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert type(lazy) is not types.ModuleType  # `type` looks at no attribute
+    sys.modules["flashinfer_wsfix"].deactivate()
+    assert type(lazy) is not types.ModuleType
+
+
+@fresh.process
+def test_strange_things_in_sys_modules():
+    """Objects without names, and modules whose attributes raise, are passed over."""
+    fresh.flashinfer("0.6.14")
+
+    class Hostile:
+        def __getattribute__(self, name):
+            raise RuntimeError(name)
+
+    sys.modules.update({"none": None, "number": 7, "slots": object(), "hostile": Hostile()})
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert "WARNING" not in said.getvalue()
+    assert sys.modules["flashinfer_wsfix"].deactivate() == ()
+
+
+FAKE = {
+    "flashinfer/__init__.py": "from . import gemm\n__version__ = '0.6.14'\n",
+    "flashinfer/utils.py": "_cache_buf = {}\n",
+    "flashinfer/gemm/__init__.py": "from .gemm_base import execute_cudnn_gemm_fp8_graph\n",
+    "flashinfer/gemm/gemm_base.py": """
+from ..utils import _cache_buf
+
+def execute_cudnn_gemm_fp8_graph(graph, workspace):
+    size = graph.get_workspace_size()
+    if workspace.numel() < size:
+        workspace.resize_(size)
+    graph.execute({}, workspace)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", ["zip", "namespace"])
+def test_other_kinds_of_packages(kind, tmp_path):
+    other_kind(kind=kind, folder=tmp_path)
+
+
+@fresh.process
+def other_kind(kind, folder):
+    """FlashInfer in a zip file, or without its own __init__."""
+    if kind == "zip":
+        with zipfile.ZipFile(folder / "flashinfer.zip", "w") as archive:
+            for name, text in FAKE.items():
+                archive.writestr(name, text)
+        sys.path.insert(0, str(folder / "flashinfer.zip"))
+    else:
+        for name, text in FAKE.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        (folder / "flashinfer/__init__.py").unlink()
+        sys.path.insert(0, str(folder))
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module(GEMM)
+    assert (state(), guards_on(SITE)) == ("guarded", 1)
+    assert sys.modules[GEMM].execute_cudnn_gemm_fp8_graph is sys.modules[GEMM_BASE].execute_cudnn_gemm_fp8_graph
+    importlib.reload(sys.modules[GEMM_BASE])
+    assert (state(), guards_on(SITE)) == ("guarded", 1)
+
+
+@fresh.process
+def test_the_loader_that_others_see_is_the_one_they_know():
+    """inspect.getsource, pkgutil and importlib.resources work on the guarded modules as before."""
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    import importlib.resources
+    import inspect
+    import pkgutil
+
+    module = sys.modules[GEMM_BASE]
+    assert type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+    assert inspect.getsource(module) == Path(module.__file__).read_text()
+    assert inspect.getsource(getattr(module, SITE)).startswith(f"def {SITE}(")
+    assert "gemm_base" in [found.name for found in pkgutil.iter_modules(sys.modules[GEMM].__path__)]
+    assert importlib.resources.files(GEMM).joinpath("gemm_base.py").is_file()

@@ -1,0 +1,380 @@
+"""Detection reads what a FlashInfer does from its code: live and from source, of known releases and unknown shapes."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fresh
+import releases
+from flashinfer_wsfix import detection, hook, sites
+
+EIGHT = [f"{site.module}.{site.function}" for site in sites.SITES if site.module == hook.GEMM_BASE]
+TEN = [f"{site.module}.{site.function}" for site in sites.SITES]
+FACTS = {
+    "0.5.3": ("not-affected", []),
+    "0.6.11.post3": ("not-affected", []),
+    **{release: ("guarded", EIGHT) for release in releases.EIGHT_SITES},
+    **{release: ("guarded", TEN) for release in releases.TEN_SITES},
+    "0.7.0": ("not-needed", []),
+    "0.7.4": ("not-needed", []),
+}
+PUBLISHED = Path(__file__).parents[2] / "shared" / "flashinfer_releases.json"
+STATES = {"call-local": "not-affected", "move": "guarded", "fixed": "not-needed"}
+MODULES = (hook.GEMM_BASE, hook.GEMM_BF16_FP4)
+
+
+def folder(release):
+    """Where a release is: the default ones and 0.5.3 are fetched, others are read where they have been."""
+    made = releases.FOLDER / release
+    if release not in (*releases.DEFAULT, *releases.STATIC) and not made.exists():
+        pytest.skip(f"{release} is not fetched")
+    return releases.fetch(release)
+
+
+def source_of(release, module=hook.GEMM_BASE):
+    return (folder(release) / (module.replace(".", "/") + ".py")).read_text()
+
+
+def judged(release, change=lambda source: source):
+    """The verdict on a release's source, changed by `change`; never run."""
+    functions = []
+    for module in MODULES:
+        if (folder(release) / (module.replace(".", "/") + ".py")).exists():
+            source = source_of(release, module)
+            functions += detection.source_functions(module, change(source) if module == hook.GEMM_BASE else source)
+    return detection.judge(functions, release)
+
+
+# --- releases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", FACTS)
+def test_source_of_a_release(release):
+    state, names = FACTS[release]
+    verdict = judged(release)
+    assert (verdict.state, sorted(verdict.sites)) == (state, sorted(names))
+    assert release in verdict.reason
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the file of facts is not here")
+@pytest.mark.parametrize("release", FACTS)
+def test_source_agrees_with_the_file_of_facts(release):
+    """Every site's module, function, parameter and position are those that were read by hand."""
+    facts = json.loads(PUBLISHED.read_text())[release]
+    verdict = judged(release)
+    assert verdict.state == STATES[facts["state"]]
+    found = set()
+    for module in MODULES:
+        if (folder(release) / (module.replace(".", "/") + ".py")).exists():
+            for function in detection.source_functions(module, source_of(release, module)):
+                for name in detection.resized(function.code):
+                    found.add((module, function.name, name, detection.parameters(function.code).index(name)))
+    assert found == {(row["module"], row["function"], row["parameter"], row["position"]) for row in facts["sites"]}
+
+
+@pytest.mark.parametrize("release", [release for release in FACTS if release not in releases.STATIC])
+def test_live_and_source_agree(release):
+    folder(release)
+    live_agrees(release=release)
+
+
+@fresh.process
+def live_agrees(release):
+    """Both readings of one release give the same verdict, also once its sites are guarded."""
+    fresh.flashinfer(release)
+    import flashinfer  # noqa: F401
+
+    def live():
+        modules = [sys.modules[name] for name in MODULES if name in sys.modules]
+        return detection.judge([f for module in modules for f in detection.live_functions(module)], release)
+
+    from importlib.util import find_spec
+
+    if find_spec(hook.GEMM_BF16_FP4):
+        __import__(hook.GEMM_BF16_FP4)
+    hook.deactivate()
+    before = live()
+    assert before == judged(release)
+    hook.activate()
+    assert live() == before
+
+
+# --- the shapes of upstream's fixes -----------------------------------------------------------------------------------
+
+GROWTH = re.compile(r"    if (workspace\w*)\.numel\(\) < workspace_size:\n        \1\.resize_\(workspace_size\)\n")
+
+
+def call_local(source):
+    """Pull request #4553: a buffer of the call's own, zeroed."""
+    lines = r"    if \1.numel() < workspace_size:\n        \1 = torch.zeros(workspace_size, dtype=torch.uint8, device=a.device)\n"
+    return GROWTH.sub(lines, source)
+
+
+def grow_workspace(source):
+    """Pull request #4399: a larger buffer takes the old one's place in the cache, which is kept."""
+    helper = """
+_retired_cache_buf = []
+
+def _grow_workspace(workspace, workspace_size):
+    if workspace.numel() >= workspace_size:
+        return workspace
+    _retired_cache_buf.append(workspace)
+    return torch.zeros(workspace_size, dtype=torch.uint8, device=workspace.device)
+"""
+    return GROWTH.sub(r"    \1 = _grow_workspace(\1, workspace_size)\n", source) + helper
+
+
+def at_least(source):
+    """Pull request #4666, as it is in 0.7.0."""
+    helper = """
+def _gemm_workspace_at_least(workspace, workspace_size):
+    if workspace.numel() >= workspace_size:
+        return workspace
+    return torch.empty(workspace_size, dtype=torch.uint8, device=workspace.device)
+"""
+    return GROWTH.sub(r"    \1 = _gemm_workspace_at_least(\1, workspace_size)\n", source) + helper
+
+
+FIXED = {"#4553": call_local, "#4399": grow_workspace, "#4666": at_least}
+BF16_FP4 = "gemm/gemm_bf16_fp4_cudnn.py"
+
+
+@pytest.mark.parametrize("request_", FIXED)
+def test_source_with_an_upstream_fix(request_):
+    functions = []
+    for module in MODULES:
+        functions += detection.source_functions(module, FIXED[request_](source_of("0.6.14", module)))
+    verdict = detection.judge(functions, "0.6.14")
+    assert verdict.state == "not-needed"
+    assert request_ in verdict.reason
+
+
+@pytest.mark.parametrize("request_", FIXED)
+@fresh.process
+def test_upstream_fix_is_left_alone(request_, tmp_path):
+    """Nothing is wrapped, and the log says once that the package can be removed."""
+    change = FIXED[request_]
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": change, BF16_FP4: change}))
+    said = fresh.listen()
+    assert untouched() == "not-needed"
+    lines = said.getvalue().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("INFO ") and "can be removed" in lines[0]
+
+
+def untouched():
+    """Import FlashInfer after us; the state, once it is sure that nothing of it was replaced."""
+    import flashinfer_wsfix
+
+    __import__("flashinfer")
+    __import__(hook.GEMM_BF16_FP4)
+    flashinfer_wsfix.activate()
+    from flashinfer_wsfix import guards, workspace
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("flashinfer."):
+            assert not [name for name, value in vars(module).items() if guards.is_guarded(value)]
+    assert type(sys.modules[hook.UTILS]._cache_buf) is not workspace.RetiringCache
+    return flashinfer_wsfix.status().targets[0].state
+
+
+# --- shapes that nobody knows -----------------------------------------------------------------------------------------
+
+FP8 = "execute_cudnn_gemm_fp8_graph"
+HEAD = f"def {FP8}("
+
+
+def in_fp8(source, change):
+    """Apply `change` to the source of one site alone."""
+    start = source.index(HEAD)
+    end = re.compile(r"^(?=\S)(?!\))", re.MULTILINE).search(source, start + 1).start()
+    return source[:start] + change(source[start:end]) + source[end:]
+
+
+def renamed(source):
+    return in_fp8(source, lambda text: re.sub(r"\bworkspace\b", "scratchpad", text))
+
+
+def gone(source):
+    def change(text):
+        text = re.sub(r"\n    workspace(: [\w.]+)?,(?=\n)", "", text, count=1)
+        return text.replace("    workspace_size =", "    workspace = torch.empty(0)\n    workspace_size =", 1)
+
+    return in_fp8(source, change)
+
+
+def decorated(source):
+    decorator = """
+def _traced(function):
+    @functools.wraps(function)
+    def traced(*args, **kwargs):
+        return function(*args, **kwargs)
+    return traced
+
+@_traced
+"""
+    return source.replace(HEAD, decorator + HEAD)
+
+
+def cached(source):
+    return source.replace(HEAD, "@functools.lru_cache(maxsize=None)\n" + HEAD)
+
+
+def resized_by_another(source):
+    """The growth moves into a function of its own, which executes no graph."""
+    helper = "\ndef _fit(workspace, size):\n    if workspace.numel() < size:\n        workspace.resize_(size)\n"
+    return GROWTH.sub(r"    _fit(\1, workspace_size)\n", source) + helper
+
+
+def nested(source):
+    body = "\n    def _fit():\n        workspace.resize_(workspace_size)\n"
+    return in_fp8(
+        source,
+        lambda text: GROWTH.sub(rf"{body}    if workspace.numel() < workspace_size:\n        _fit()\n", text),
+    )
+
+
+def asynchronous(source):
+    return source.replace(HEAD, f"async {HEAD}")
+
+
+def in_a_class(source):
+    return in_fp8(source, lambda text: "class Executor:\n" + re.sub(r"^(?=.)", "    ", text, flags=re.MULTILINE) + "\n")
+
+
+def twice(source):
+    return in_fp8(source, lambda text: GROWTH.sub(lambda found: found[0] * 2, text))
+
+
+def by_keyword_only(source):
+    return in_fp8(source, lambda text: re.sub(r"(\n    workspace\b)", r"\n    *,\1", text, count=1))
+
+
+def without_runner_names(source):
+    return re.sub(r"\brunner_names\b", "names_of_runners", source)
+
+
+def on_an_attribute(source):
+    return in_fp8(source, lambda text: text.replace("workspace.resize_(", "workspace.data.resize_("))
+
+
+UNKNOWN = [renamed, gone, decorated, cached, resized_by_another, nested, asynchronous, in_a_class, twice]
+UNKNOWN += [by_keyword_only, without_runner_names, on_an_attribute]
+BY_NAME = {change.__name__: change for change in UNKNOWN}
+# Runs only where it may: `lru_cache` hides a function's code from no live module, `async` from no source.
+
+
+@pytest.mark.parametrize("shape", BY_NAME)
+def test_source_of_an_unknown_shape(shape):
+    assert source_of("0.6.14") != BY_NAME[shape](source_of("0.6.14"))
+    verdict = judged("0.6.14", BY_NAME[shape])
+    assert (verdict.state, verdict.sites) == ("unsupported", ())
+
+
+@pytest.mark.parametrize("shape", BY_NAME)
+@fresh.process
+def test_unknown_shape_is_left_alone(shape, tmp_path):
+    """One site in an unknown shape: not one of the others is wrapped, and one warning names the consequence."""
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": BY_NAME[shape]}))
+    said = fresh.listen()
+    assert untouched() == "unsupported"
+    lines = said.getvalue().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("WARNING ") and "freed memory" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "cache", ["collections.OrderedDict()", "collections.defaultdict(list)", "weakref.WeakValueDictionary()", "None"]
+)
+@fresh.process
+def test_a_cache_of_another_type(cache, tmp_path):
+    def change(source):
+        return re.sub(r"^_cache_buf\b.*$", f"import collections, weakref\n_cache_buf = {cache}", source, flags=re.M)
+
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"utils.py": change}))
+    said = fresh.listen()
+    assert untouched() == "unsupported"
+    assert said.getvalue().count("WARNING ") == 1 and said.getvalue().count("\n") == 1
+
+
+@fresh.process
+def test_a_late_module_of_an_unknown_shape_takes_the_guard_back(tmp_path):
+    """gemm_bf16_fp4_cudnn is loaded on demand: where it turns out unknown, the eight others are put back too."""
+
+    def change(source):
+        return source.replace("def execute_cudnn_bf16_fp4_graph(", "@functools.lru_cache\ndef execute_cudnn_bf16_fp4_graph(")
+
+    copy = fresh.copy("0.6.14", tmp_path, {BF16_FP4: lambda source: "import functools\n" + change(source)})
+    # (`from __future__` imports would have to stay first; this module has none.)
+    fresh.flashinfer("0.6.14", copy)
+    import flashinfer_wsfix
+
+    said = fresh.listen()
+    __import__("flashinfer")
+    assert flashinfer_wsfix.status().targets[0].state == "guarded"
+    assert untouched() == "unsupported"
+    assert [line.split()[0] for line in said.getvalue().splitlines()] == ["INFO", "WARNING"]
+
+
+def test_source_with_a_syntax_error():
+    with pytest.raises(SyntaxError):
+        list(detection.source_functions(hook.GEMM_BASE, "def f(:\n"))
+
+
+def test_a_number_of_a_version_decides_nothing():
+    """An overlay, new code under an old number and the other way round, is judged by its code."""
+    functions = list(detection.source_functions(hook.GEMM_BASE, source_of("0.7.4")))
+    assert detection.judge(functions, "0.6.14").state == "not-needed"
+    functions = list(detection.source_functions(hook.GEMM_BASE, source_of("0.6.14")))
+    assert detection.judge(functions, "0.7.4").state == "guarded"
+
+
+# --- other Pythons' bytecode ------------------------------------------------------------------------------------------
+
+
+def python(version):
+    """Find another interpreter: on PATH, or installed beside this one."""
+    found = [shutil.which(f"python{version}")]
+    found += sorted(map(str, Path(sys.base_prefix).parent.glob(f"{version}*/bin/python{version}")))
+    for path in filter(None, found):
+        ask = subprocess.run([path, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], stdout=subprocess.PIPE)
+        if ask.stdout.decode().strip() == version:
+            return path
+    pytest.skip(f"there is no Python {version}")
+
+
+READ = """
+import sys
+from pathlib import Path
+from flashinfer_wsfix import detection, hook
+for folder in sys.argv[1:]:
+    functions = []
+    for module in (hook.GEMM_BASE, hook.GEMM_BF16_FP4):
+        file = Path(folder, module.replace(".", "/") + ".py")
+        if file.exists():
+            functions += detection.source_functions(module, file.read_text(encoding="utf-8"))
+    print(repr(tuple(detection.judge(functions, Path(folder).name))))
+"""
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_bytecode_of_other_pythons(version, tmp_path):
+    """Source is judged alike by each Python's bytecode, without torch or wrapt, the unknown shapes too."""
+    fetched = [release for release in FACTS if (releases.FOLDER / release).exists()]
+    shapes = {name: tmp_path / name for name in BY_NAME}
+    for name, changed in shapes.items():
+        (changed / "flashinfer/gemm").mkdir(parents=True)
+        (changed / "flashinfer/gemm/gemm_base.py").write_text(BY_NAME[name](source_of("0.6.14")))
+    folders = [str(releases.FOLDER / release) for release in fetched] + [str(path) for path in shapes.values()]
+    package = str(Path(detection.__file__).parents[1])
+    ran = subprocess.run(
+        [python(version), "-S", "-c", f"import sys; sys.path.insert(0, {package!r})\n{READ}", *folders],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[: len(fetched)] == [repr(tuple(judged(release))) for release in fetched]
+    assert [line.split(",")[0] for line in lines[len(fetched) :]] == ["('unsupported'"] * len(shapes)

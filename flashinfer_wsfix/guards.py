@@ -15,7 +15,7 @@ import wrapt
 
 from . import report, settings, workspace
 from .detection import Verdict, guard_in, judge, live_functions, parameters, resized
-from .hook import GEMM_BASE, GEMM_BF16_FP4, UTILS
+from .hook import GEMM_BASE, GEMM_BF16_FP4, UTILS, is_complete
 from .sites import GATES
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -28,6 +28,15 @@ class Guard(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: object) -> str:
         return self.__wrapped__.__qualname__
+
+    # Not the function's class, as wrapt has it: torch.compile would take the guard for a function, and then fails on it.
+    __class__ = property(type)  # type: ignore[assignment]
+
+    def __copy__(self) -> "Guard":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Guard":
+        return self
 
 
 class Patch(NamedTuple):
@@ -161,7 +170,7 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     """Judge the FlashInfer that is imported, and list what has to be set to guard it. Changes nothing."""
     version = getattr(sys.modules.get("flashinfer"), "__version__", None)
-    modules = [sys.modules[name] for name in (GEMM_BASE, GEMM_BF16_FP4) if name in sys.modules]
+    modules = [sys.modules[name] for name in (GEMM_BASE, GEMM_BF16_FP4) if is_complete(name)]
     functions = [function for module in modules for function in live_functions(module)]
     verdict = judge(functions, version or "of unknown version")
     if verdict.state != "guarded":

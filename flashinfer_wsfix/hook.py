@@ -50,8 +50,10 @@ def activate(route: str = "call") -> None:
             spec = _spec(name)
             if getattr(spec, "_initializing", False):
                 _watch(spec)
+                if not spec._initializing:  # it finished in between
+                    spec._initializing = False
         for name in (GEMM, CUTLASS_MLA, KERNEL_WARMUP):
-            if _is_complete(name):  # else its own turn comes
+            if is_complete(name):  # else its own turn comes
                 _loaded(name)
     except Exception as error:
         _failed("activation", error)
@@ -77,8 +79,14 @@ def _spec(name):  # type: ignore[no-untyped-def]
         return None
 
 
-def _is_complete(name: str) -> bool:
-    return sys.modules.get(name) is not None and not getattr(_spec(name), "_initializing", False)
+def is_complete(name: str) -> bool:
+    """Say whether a module has been executed to its end: not half-imported, nor prepared by a lazy loader."""
+    module = sys.modules.get(name)
+    return not (module is None or _is_lazy(module) or getattr(_spec(name), "_initializing", False))
+
+
+def _is_lazy(module: object) -> bool:
+    return type(module).__name__ == "_LazyModule"  # importlib.util's; type() loads nothing
 
 
 def _loaded(name: str) -> None:
@@ -86,7 +94,7 @@ def _loaded(name: str) -> None:
     if _FINDER not in sys.meta_path:
         return
     target = WATCHED.get(name, "flashinfer")
-    if target == "flashinfer" and name != GEMM and not _is_complete(GEMM):
+    if target == "flashinfer" and name != GEMM and not is_complete(GEMM):
         return  # the package is still being imported; its own turn comes last
     try:
         # Imported before patching takes its lock: no lock of ours is held while an import runs.
@@ -124,14 +132,14 @@ class _Finder:
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in WATCHED:
             return None
-        for finder in list(sys.meta_path):
+        finders = list(sys.meta_path)
+        # Only those after us: one that was put before us may itself ask all that come after it.
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
             find_spec = getattr(finder, "find_spec", None)
-            if finder is self or find_spec is None:
-                continue
-            spec = find_spec(name, path, target)
+            spec = find_spec(name, path, target) if find_spec else None
             if spec is not None:
                 try:
-                    _tell(spec.loader)
+                    _tell(spec)
                 except Exception as error:
                     _failed(WATCHED[name], error)
                 return spec
@@ -141,30 +149,36 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _tell(loader: "Any") -> None:
-    """Have this one loader call us after it has executed a watched module.
+def _tell(spec: "Any") -> None:
+    """Have the loader of this spec call us after it has executed a watched module.
 
     An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on
     seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
     """
+    loader = spec.loader
     execute = loader.exec_module
-    if getattr(execute, "tells_wsfix", False):
+    if getattr(spec, "tells_wsfix", False) or getattr(execute, "tells_wsfix", False):
         return
 
     def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
         spec = object.__getattribute__(module, "__spec__")
-        if spec.loader is not loader:  # importlib.util.LazyLoader has only made it ready; this one will execute it
-            _tell(spec.loader)
+        if _is_lazy(module):  # only made ready: another loader executes it when it is used
+            _tell(spec)
         elif spec.name in WATCHED:
             _loaded(spec.name)
 
     exec_module.tells_wsfix = True  # type: ignore[attr-defined]
-    loader.exec_module = exec_module
+    try:
+        # Not setattr(): a loader that is itself a proxy (wrapt's) would hand it on to what it stands around, which it calls.
+        object.__setattr__(loader, "exec_module", exec_module)
+        spec.tells_wsfix = True  # whatever loader another finder puts around this one
+    except (AttributeError, TypeError):  # it takes no attributes
+        _watch(spec)
 
 
 def _watch(spec: "Any") -> None:
-    """Be told when a module that another thread is executing right now is done.
+    """Be told when a module whose loader we cannot ask is done: one that another thread is executing right now.
 
     The finder was asked before we came. What is left is that importlib sets ``spec._initializing`` to False at the end,
     in the importing thread and under the module's lock: nobody sees the module between that and our guard.
@@ -184,5 +198,3 @@ def _watch(spec: "Any") -> None:
                     _loaded(self.name if self.name in WATCHED else GEMM)
 
     spec.__class__ = WatchedSpec
-    if not spec._initializing:  # it finished in between
-        spec._initializing = False

@@ -118,7 +118,7 @@ def record(target: str, verdict: Verdict, version: str | None) -> None:
         versions[target] = version
     before = verdicts[target]
     verdicts[target] = verdict
-    if verdict == before:  # a module of the target that came later, or a reload
+    if verdict[:2] == before[:2]:  # a module of the target that came later, or a reload
         return
     if verdict.state in ("unsupported", "failed"):
         log(logging.WARNING, f"{verdict.reason}.")
@@ -184,7 +184,7 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class _Handler(logging.StreamHandler[Any]):
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
     """Standard error, for as long as the application has set up no logging of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:

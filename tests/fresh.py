@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS = 120  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
+SECONDS = 240  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
 PRELOADED = ("pytest", "torch", "fakes", "releases")
 
 
@@ -91,6 +91,7 @@ def listen() -> io.StringIO:
 def _serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)  # a pool of threads would not outlive the fork
     while True:
         try:
             module, name, arguments, output = pickle.load(sys.stdin.buffer)

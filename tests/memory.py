@@ -1,7 +1,7 @@
 """Memory by its address, as a CUDA graph knows it, and a process without lanes to start a test from.
 
-An address is read and written through the kernel, not through a pointer: where nothing is mapped, that is an OSError here
-and not the end of the process.
+An address is read and written through the kernel, not through a pointer: where nothing is mapped, that is an OSError
+here and not the end of the process.
 """
 
 import os

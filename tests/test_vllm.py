@@ -223,6 +223,22 @@ assert len(lanes()) == 20
 """)
 
 
+def test_a_thread_that_comes_late_does_not_bring_a_smaller_buffer_back():
+    """Between a thread's growth and its publishing, another one grows the lane further."""
+    passes("""
+from unittest import mock
+from flashinfer_wsfix.workspace import Lane
+real = Lane.buffer_for
+def overtaken(lane, size, tensor):
+    buffer = real(lane, size, tensor)
+    lane.grow(20 * MIB)
+    return buffer
+small = make(MIB)
+with mock.patch.object(Lane, "buffer_for", overtaken):
+    assert ask(2 * MIB, small).numel() == 20 * MIB
+""")
+
+
 @EACH_VLLM
 def test_deactivate_puts_vllms_own_method_back_and_it_works(release):
     """What a guarded instance holds is an ordinary tensor, and vLLM's own resize_ works on it."""

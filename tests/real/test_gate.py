@@ -174,6 +174,18 @@ def test_a_persisted_cache_that_cudnn_won_does_not_bring_it_back(
     assert len(graph.executions) == 1
 
 
+def test_the_list_that_is_handed_on_keeps_its_order():
+    """FlashInfer asks only what is in the list; whoever else reads it finds the order that the caller gave."""
+    from flashinfer_wsfix import guards
+
+    handed = []
+    wrapper = guards.gate("fp8", 1, "runner_names", "a")
+    with mock.patch("torch.cuda.get_device_capability", return_value=(12, 0)):
+        for names in (["b", "cudnn", "a", "c"], ("cudnn", "z", "y"), ["cudnn"], [], None):
+            wrapper(lambda a, names: handed.append(names), None, (torch.zeros(1), names), {})
+    assert handed == [["b", "a", "c"], ["z", "y"], ["cudnn"], [], None]
+
+
 def test_it_is_said_once_for_each_data_type_and_counted(guard, flashinfer, graph, on, caplog):
     on((12, 0))
     for _ in range(3):

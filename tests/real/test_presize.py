@@ -5,12 +5,12 @@ import types
 
 import pytest
 import torch
+from flashinfer_wsfix import guards, workspace
+from flashinfer_wsfix.sites import LANES
 
 import arguments
 import fakes
 import releases
-from flashinfer_wsfix import guards, workspace
-from flashinfer_wsfix.sites import LANES
 
 MIB = 1 << 20
 STOCK = 32 * MIB
@@ -53,7 +53,7 @@ def test_releases_without_a_site_are_left_alone(guard, release, affected, sites)
 
 
 def test_presize_makes_generation_1_of_every_lane_and_zeroes_flashinfers_own_buffer(guard, affected):
-    """40 MiB each where there are sites; FlashInfer's own buffer is born zeroed, at its stock size, on every release."""
+    """40 MiB each where there are sites; FlashInfer's own buffer is born zeroed at stock size on every release."""
     guard.presize("cpu")
     names = [lane.name for lane in LANES]
     stock = sys.modules[arguments.GEMM_BASE].DEFAULT_WORKSPACE_SIZE

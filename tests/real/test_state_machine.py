@@ -1,8 +1,8 @@
 """Whatever a server does, in whatever order: the contract's invariants, on the real sites of one release.
 
-Hypothesis makes up sequences of calls, captures, replays, races, displacements, failures and switches; a small model says what
-each call must be given. An address that was handed to a cuDNN execute is checked by what is written there, for as long as
-the sequence lasts. ``--hypothesis-profile long`` makes 50,000 sequences, on whichever release is named.
+Hypothesis makes up sequences of calls, captures, replays, races, displacements, failures and switches; a small model
+says what each call must be given. An address that was handed to a cuDNN execute is checked by what is written there,
+for as long as the sequence lasts. ``--hypothesis-profile long`` makes 50,000 sequences, on whichever release is named.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import flashinfer_wsfix
 import pytest
 import torch
+from flashinfer_wsfix import workspace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import arguments
 import fakes
-import flashinfer_wsfix
-from flashinfer_wsfix import workspace
 from memory import Handed, forget_lanes
 
 RELEASE = "0.6.18.post1"
@@ -150,12 +150,16 @@ class Server(RuleBasedStateMachine):
             assert not (is_generation and tensor.any()), "dirty at first sight"
             self.apart(handed)
             self.handed[handed.address] = (handed, ZEROS)
-        assert self.handed[handed.address][0].nbytes == handed.nbytes, "another buffer at an address that was handed out"
+        assert self.handed[handed.address][0].nbytes == handed.nbytes, (
+            "another buffer at an address that was handed out"
+        )
         self.write(handed.address)
 
     def apart(self, new):
         for old, _ in self.handed.values():
-            assert new.address + new.nbytes <= old.address or old.address + old.nbytes <= new.address, "memory handed out twice"
+            assert new.address + new.nbytes <= old.address or old.address + old.nbytes <= new.address, (
+                "memory handed out twice"
+            )
 
     def write(self, address):
         self.written += 1

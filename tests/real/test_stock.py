@@ -3,12 +3,12 @@
 import inspect
 import sys
 
+import flashinfer_wsfix
 import pytest
 import torch
 
 import arguments
 import fakes
-import flashinfer_wsfix
 import releases
 
 MIB_32 = 32 << 20

@@ -1,4 +1,4 @@
-"""Python environments that have the package, and the interpreters to make them with. Nothing here imports the package."""
+"""Python environments that have the package, and the interpreters to make them with. Does not import the package."""
 
 import configparser
 import functools
@@ -76,10 +76,10 @@ class Environment:
         (self.site / "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
         return self
 
-    def install(self, what: Path, *options: str) -> None:
-        """Install a wheel, an sdist or a folder."""
+    def install(self, *what: object) -> None:
+        """Have pip install something without its requirements."""
         pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check", "install", "-q"]
-        ran = run([*pip, "--no-deps", *options, what])
+        ran = run([*pip, "--no-deps", *what])
         assert ran.returncode == 0, ran.stderr
 
     def cli(self, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """A stand-in for a server: is activated by a route, imports FlashInfer, and asks each kind of child for its state.
 
-``server.py before|after ROUTE [NAME=VALUE ...]`` prints a JSON object. `before`: activated before FlashInfer is imported.
+``server.py before|after ROUTE [NAME=VALUE ...]`` prints JSON. `before`: activated before the import of FlashInfer.
 ROUTE: "import", a release of vLLM or SGLang whose plugin loader is run, or "-": it has been activated on its way here.
 Settings are set in between, as a script would. What is at module level also runs in spawned children.
 """
@@ -41,8 +41,7 @@ def import_flashinfer():
 
     sys.modules["cudnn"] = fakes.cudnn
     sys.modules["cutlass"] = None
-    import flashinfer.gemm.gemm_bf16_fp4_cudnn  # with two sites of its own; FlashInfer imports it when it needs it
-    from flashinfer.gemm import gemm_base
+    from flashinfer.gemm import gemm_base, gemm_bf16_fp4_cudnn  # noqa: F401  # imported by FlashInfer when it needs it
 
     global copied
     copied = gemm_base.execute_cudnn_gemm_fp8_graph
@@ -82,10 +81,12 @@ if __name__ == "__main__":
     if "--state" in sys.argv:
         print(json.dumps(state()))
         sys.exit()
-    states = {"main": state()}
-    for method in METHODS:
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            states[method] = pool.apply(state)
-    child = [sys.executable, *sys.argv, "--state"]
-    states["subprocess"] = json.loads(subprocess.run(child, stdout=subprocess.PIPE, check=True).stdout)
+    # All at once: most of the time is torch's import.
+    child = subprocess.Popen([sys.executable, *sys.argv, "--state"], stdout=subprocess.PIPE)
+    pools = {method: multiprocessing.get_context(method).Pool(1) for method in METHODS}
+    answers = {method: pool.apply_async(state) for method, pool in pools.items()}
+    states = {"main": state(), **{method: answer.get(120) for method, answer in answers.items()}}
+    for pool in pools.values():
+        pool.terminate()
+    states["subprocess"] = json.loads(child.communicate()[0])
     print(json.dumps(states))

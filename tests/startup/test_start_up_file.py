@@ -1,0 +1,224 @@
+"""`flashinfer-wsfix enable` and `disable`: what they write, where, what it does in an interpreter, that it goes."""
+
+import os
+import re
+import shutil
+import stat
+import sys
+
+import pytest
+from environments import Environment, output, package, run
+
+FILE = "flashinfer_wsfix.pth"
+ON = "['start-up file']"
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return Environment(tmp_path / "environment").copy_package()
+
+
+@pytest.fixture
+def enabled(environment):
+    ran = environment.cli("enable")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return environment
+
+
+def test_enable_then_disable(environment):
+    """One file, one sentence each, an activated interpreter between, and the folder as it was."""
+    before = environment.files()
+    ran = environment.cli("enable")
+    assert ran.stdout == (
+        f"{environment.site / FILE} is written, and a fresh {environment.python} comes up activated by it.\n"
+    )
+    assert environment.files() - before == {FILE}
+    assert environment.routes() == ON
+    ran = environment.cli("disable")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"Removed {environment.site / FILE}.\n", "")
+    assert environment.files() == before
+    assert environment.routes() == "None"
+
+
+def test_both_may_be_repeated(enabled):
+    assert enabled.cli("enable").returncode == 0
+    assert [enabled.cli("disable").returncode for _ in range(3)] == [0, 0, 0]
+    assert "There is no start-up file in" in enabled.cli("disable").stdout
+
+
+def test_a_reviewer_can_read_it(enabled):
+    """A comment that says whose it is and how to remove it, one line of code, nothing but ASCII."""
+    text = (enabled.site / FILE).read_text(encoding="ascii")
+    comment, line = text.splitlines()
+    assert comment.startswith("#") and "flashinfer-wsfix disable" in comment
+    assert line.startswith("import ") and len(line) < 130
+    assert stat.S_IMODE((enabled.site / FILE).stat().st_mode) & 0o444 == 0o444
+
+
+def test_a_process_without_flashinfer_notices_nothing_else(enabled):
+    """It has the package and its hook, and no module beyond."""
+    modules = "import sys; print(*sorted(sys.modules))"
+    with_us = set(output([enabled.python, "-c", modules]).split())
+    enabled.cli("disable")
+    without = set(output([enabled.python, "-c", modules]).split())
+    assert with_us - without == {"flashinfer_wsfix", "flashinfer_wsfix.hook"}
+
+
+def test_plugin_functions_bring_nothing_else(environment):
+    """Nor does the module that vLLM, SGLang and Ray import."""
+    code = "import sys; before = set(sys.modules); import flashinfer_wsfix.startup as s; s.vllm_plugin()"
+    code += "; s.sglang_plugin(); s.ray_worker(); print(*sorted(set(sys.modules) - before))"
+    assert output([environment.python, "-c", code]).split() == [
+        "flashinfer_wsfix",
+        "flashinfer_wsfix.hook",
+        "flashinfer_wsfix.startup",
+    ]
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "RuntimeError('x')", "ImportError", "KeyboardInterrupt"])
+def test_nothing_gets_out_of_it(enabled, raised):
+    """Whatever the package does when it is imported, the interpreter starts, in silence."""
+    (enabled.site / "flashinfer_wsfix/__init__.py").write_text(f"raise {raised}")
+    assert output([enabled.python, "-c", "print('ran')"]) == "ran"
+
+
+def test_an_error_in_strict_mode_does_not_either(enabled):
+    (enabled.site / "flashinfer_wsfix/hook.py").write_text("def activate(route): raise RuntimeError")
+    assert output([enabled.python, "-c", "print('ran')"], FLASHINFER_WSFIX_STRICT="1") == "ran"
+
+
+def test_it_is_inert_once_the_package_is_gone(enabled):
+    shutil.rmtree(enabled.site / "flashinfer_wsfix")
+    assert enabled.routes() == "None"
+
+
+def test_no_error_of_ours_leaves_half_of_it(environment):
+    """Nothing can be written: one sentence, and the folder as it was."""
+    before = environment.files()
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    code += "from flashinfer_wsfix import startup; raise SystemExit(startup.enable())"
+    ran = run([environment.python, "-B", "-c", code])
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert "cannot write" in ran.stderr and "nothing was changed" in ran.stderr
+    assert environment.files() == before
+
+
+@pytest.mark.parametrize("command", ["enable", "disable"])
+def test_a_read_only_site_packages(environment, command):
+    if command == "disable":
+        environment.cli("enable")
+    before = environment.files()
+    environment.site.chmod(0o555)
+    try:
+        # root may write anywhere, so it gives that up first
+        without = ["setpriv", "--bounding-set", "-dac_override", "--"] if os.geteuid() == 0 else []
+        if without and not shutil.which("setpriv"):
+            pytest.skip("root, and no setpriv")
+        ran = run([*without, environment.python, "-B", "-m", "flashinfer_wsfix", command])
+    finally:
+        environment.site.chmod(0o755)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert f"{environment.site / FILE}: Permission denied" in ran.stderr
+    assert environment.files() == before
+
+
+@pytest.mark.parametrize("text", ["import sys\n", "", "/somewhere\n"])
+def test_a_file_of_somebody_else_is_left_alone(environment, text):
+    """enable does not overwrite it, disable does not remove it; both say so."""
+    (environment.site / FILE).write_text(text)
+    enable, disable = environment.cli("enable"), environment.cli("disable")
+    assert (enable.returncode, disable.returncode) == (1, 0)
+    assert "not of our making" in enable.stderr and "not of our making" in disable.stderr
+    assert (environment.site / FILE).read_text() == text
+
+
+def test_a_file_that_does_not_work_is_not_kept(tmp_path):
+    """The package is only on PYTHONPATH here, so a server that starts without it would not be guarded."""
+    bare = Environment(tmp_path / "bare")
+    ran = bare.cli("enable", PYTHONPATH=str(package().parent))
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert "No module named 'flashinfer_wsfix'" in ran.stderr
+    assert not any("flashinfer_wsfix" in name for name in bare.files())
+
+
+def user_site(environment, tmp_path):
+    """The user's site-packages of the base interpreter of a venv, in a home of its own, with the package in it."""
+    base = output([environment.python, "-c", "import sys; print(sys._base_executable)"])
+    home = {"PYTHONUSERBASE": str(tmp_path / "home")}
+    site = output([base, "-c", "import site; print(site.getusersitepackages())"], **home)
+    shutil.copytree(environment.site, site)
+    return base, home, site
+
+
+def test_a_user_installation_is_enabled_in_the_users_site_packages(environment, tmp_path):
+    """Where it also works, and where disable finds it."""
+    base, home, site = user_site(environment, tmp_path)
+    enable = run([base, "-m", "flashinfer_wsfix", "enable"], **home)
+    assert enable.stdout.startswith(f"{site}/{FILE} is written"), enable.stderr
+    probe = "import sys; print('flashinfer_wsfix.hook' in sys.modules)"
+    assert output([base, "-c", probe], **home) == "True"
+    assert output([base, "-s", "-c", probe], **home) == "False"
+    assert output([base, "-m", "flashinfer_wsfix", "disable"], **home) == f"Removed {site}/{FILE}."
+    assert not os.path.exists(f"{site}/{FILE}")
+
+
+def test_a_venv_does_not_touch_the_users_site_packages(enabled, tmp_path):
+    _, home, site = user_site(enabled, tmp_path)
+    assert os.path.exists(f"{site}/{FILE}")
+    assert enabled.cli("disable", **home).returncode == 0
+    assert os.path.exists(f"{site}/{FILE}") and not (enabled.site / FILE).exists()
+
+
+# --- Python 3.15 (PEP 829) -------------------------------------------------------------------------------------------
+
+WRITE = """
+import sys, sysconfig
+sys.version_info = (3, 15, 0, "final", 0)
+from flashinfer_wsfix import startup
+raise SystemExit(startup.enable())
+"""
+NEW = {FILE, "flashinfer_wsfix.start", "_flashinfer_wsfix_start.py"}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="it writes them itself")
+def test_before_python_3_15_there_is_no_start_file(enabled):
+    assert NEW & enabled.files() == {FILE}
+
+
+@pytest.fixture
+def enabled_3_15(environment):
+    ran = run([environment.python, "-c", WRITE])
+    assert ran.returncode == 0, ran.stderr
+    return environment
+
+
+def entry_points(environment):
+    """The lines that PEP 829 has Python resolve and call, and a program that does so."""
+    text = (environment.site / "flashinfer_wsfix.start").read_text(encoding="ascii")
+    points = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return points, f"import pkgutil\nfor point in {points!r}: pkgutil.resolve_name(point)()\n"
+
+
+def test_a_start_file_names_a_callable_that_activates(enabled_3_15):
+    """Without the .pth file, whose line Python 3.15 does not run where there is a .start file."""
+    (enabled_3_15.site / FILE).unlink()
+    points, call = entry_points(enabled_3_15)
+    assert len(points) == 1 and re.fullmatch(r"\w+:\w+", points[0])
+    probe = "import sys; print(sys.modules['flashinfer_wsfix.hook'].routes)"
+    assert output([enabled_3_15.python, "-c", call + probe]) == "['import', 'start-up file']"
+
+
+def test_a_start_file_is_inert_once_the_package_is_gone(enabled_3_15):
+    """Python 3.15 would print a traceback in every interpreter if its callable went with the package."""
+    shutil.rmtree(enabled_3_15.site / "flashinfer_wsfix")
+    _, call = entry_points(enabled_3_15)
+    assert output([enabled_3_15.python, "-c", call + "print('ran')"]) == "ran"
+
+
+def test_disable_removes_the_start_file_and_what_python_made_of_its_module(enabled_3_15):
+    _, call = entry_points(enabled_3_15)
+    output([enabled_3_15.python, "-c", call])
+    assert list(enabled_3_15.site.glob("__pycache__/_flashinfer_wsfix_start*"))
+    assert enabled_3_15.cli("disable").returncode == 0
+    assert not NEW & enabled_3_15.files()
+    assert not list(enabled_3_15.site.glob("__pycache__/*"))

@@ -1,0 +1,158 @@
+"""What people see: `status()`, and log lines that come once, on the right logger, at the right level."""
+
+import importlib
+import json
+import logging
+import os
+import sys
+
+import pytest
+
+import fresh
+from test_activation import LATE, UTILS, lines
+
+
+def start():
+    """FlashInfer, guarded."""
+    fresh.flashinfer("0.6.14")
+    package = importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    return package
+
+
+@fresh.process
+def test_status_is_frozen_and_plain():
+    package = start()
+    status = package.status()
+    with pytest.raises(AttributeError):
+        status.pid = 0
+    record = json.loads(json.dumps(status.as_dict()))
+    assert record["targets"][0]["sites"] == list(status.targets[0].sites) and record["pid"] == os.getpid()
+    assert (status.version, status.pid, status.routes) == (package.__version__, os.getpid(), ("import",))
+    flashinfer, vllm = status.targets
+    assert (flashinfer.name, flashinfer.version, flashinfer.state) == ("flashinfer", "0.6.14", "guarded")
+    assert (vllm.name, vllm.version, vllm.state, vllm.sites) == ("vllm", None, "pending", ())
+    assert status.gates == ("fp8", "bf16")
+    assert (status.growths, status.capture_overflows, status.gated_calls, status.displaced_buffers) == (0, 0, 0, 0)
+
+
+@fresh.process
+def test_status_counts():
+    """A lane's generations, sizes and address, and each counter, as they are."""
+    package = start()
+    import arguments
+    import fakes
+    import torch
+
+    device = torch.device("cpu")
+    cache = sys.modules[UTILS]._get_cache_buf
+    with fakes.install(sys.modules["flashinfer"]):
+        own, graph = cache("bmm_fp8_workspace", 1 << 20, device), fakes.Graph((32 << 20) + 256)
+        arguments.call(arguments.SITES[4], graph, own)
+        graph.workspace_bytes = (40 << 20) + 1
+        arguments.call(arguments.SITES[4], graph, own)
+        graph.workspace_bytes = 500 << 20
+        with fakes.capturing():
+            arguments.call(arguments.SITES[4], graph, own)
+        graph.workspace_bytes = 0
+        arguments.call(arguments.SITES[4], graph, own)
+        cache("bmm_fp8_workspace", 2 << 20, device)
+        status = package.status()
+    (lane,) = status.lanes
+    assert (lane.name, lane.device, lane.generation) == ("bmm_fp8_workspace", "cpu", 2)
+    assert (lane.nbytes, lane.retired_nbytes, lane.high_water) == (80 << 20, 40 << 20, 500 << 20)
+    assert lane.address == graph.last.data_ptr
+    assert (status.growths, status.capture_overflows, status.displaced_buffers) == (1, 1, 1)
+
+
+@fresh.process
+def test_status_before_anything_is_pending():
+    package = importlib.import_module("flashinfer_wsfix")
+    assert [target.state for target in package.status().targets] == ["pending", "pending"]
+
+
+@fresh.process
+def test_a_verdict_is_said_once():
+    said = fresh.listen()
+    package = start()
+    for _ in range(3):
+        package.activate()
+        importlib.reload(sys.modules[UTILS])
+    assert len(lines(said)) == 1
+    assert package.status().targets[0].reason in lines(said)[0]
+
+
+@pytest.mark.parametrize("release", ["0.6.11.post3", "0.7.4"])
+@fresh.process
+def test_where_nothing_is_to_do_the_log_says_once_that_it_can_go(release):
+    fresh.flashinfer(release)
+    said = fresh.listen()
+    package = importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    package.activate()
+    assert len(lines(said)) == 1
+    assert lines(said)[0].startswith("INFO ") and "can be removed" in lines(said)[0]
+
+
+@fresh.process
+def test_an_applications_own_logging_is_used():
+    """Where the root logger has a handler, a record arrives there and nothing is printed."""
+    said = fresh.listen()
+    records = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            records.append(record)
+
+    logging.getLogger().addHandler(Keep())
+    start()
+    assert not said.getvalue()
+    assert [(record.name, record.levelname) for record in records] == [("flashinfer_wsfix", "INFO")]
+
+
+@fresh.process
+def test_a_level_that_the_application_set_is_respected():
+    said = fresh.listen()
+    logging.getLogger("flashinfer_wsfix").setLevel(logging.ERROR)
+    start()
+    assert not said.getvalue()
+
+
+@pytest.mark.parametrize(("level", "said_by_us"), [("INFO", 1), ("debug", 1), ("WARNING", 0), ("ERROR", 0)])
+@fresh.process
+def test_the_level_of_the_variable(level, said_by_us):
+    os.environ["FLASHINFER_WSFIX_LOG"] = level
+    said = fresh.listen()
+    start()
+    assert len(lines(said)) == said_by_us
+
+
+@fresh.process
+def test_vllms_logger_is_used_where_it_has_a_handler():
+    """Only what is below vLLM's logger is shown there; ours would be lost."""
+    said = fresh.listen()
+    records = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            records.append(record.name)
+
+    vllm = logging.getLogger("vllm")
+    vllm.addHandler(Keep())
+    vllm.setLevel(logging.INFO)
+    vllm.propagate = False
+    start()
+    assert records == ["vllm.flashinfer_wsfix"]
+    assert not said.getvalue()
+
+
+@fresh.process
+def test_a_handler_that_raises_breaks_nothing():
+    class Broken(logging.Handler):
+        def emit(self, record):
+            raise RuntimeError("disk full")
+
+    logging.getLogger().addHandler(Broken())
+    package = start()
+    importlib.import_module(LATE)
+    assert len(package.status().targets[0].sites) == 10

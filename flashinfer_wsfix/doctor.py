@@ -56,8 +56,7 @@ ENVIRONMENT = {
 NOT_THIS_BUG = (
     "cuBLAS says CUBLAS_STATUS_NOT_SUPPORTED (flashinfer #3255);",
     "cuBLAS crashes while FlashInfer tunes on a B200 (flashinfer #3085);",
-    "the GPU is sm_86, or the process never imports FlashInfer: the same symptom was reported there, of other causes;",
-    "it crashes with CUDA graphs switched off too (vLLM: --enforce-eager): what crashes of this bug is a replay.",
+    "the GPU is sm_86, or the process never imports FlashInfer: the same symptom was reported there, of other causes.",
 )
 
 
@@ -323,7 +322,7 @@ def _d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judgement
         none = (ABSENT, False, "FlashInfer is not installed here")
         return none, none
     if verdict.sites:
-        moves = verdict.reason if guarded else verdict.reason.removesuffix(", all guarded") + ", NOT guarded here"
+        moves = verdict.reason if guarded else verdict.reason.partition(",")[0] + ", NOT guarded here"
         starts = "every buffer that a site gets starts zeroed" if guarded else "as D1: NOT guarded here"
         return (APPLIES, guarded, moves), (APPLIES, guarded, starts)
     if verdict.state == "unsupported":

@@ -82,11 +82,16 @@ def _spec(name):  # type: ignore[no-untyped-def]
 def is_complete(name: str) -> bool:
     """Say whether a module has been executed to its end: not half-imported, nor prepared by a lazy loader."""
     module = sys.modules.get(name)
-    return not (module is None or _is_lazy(module) or getattr(_spec(name), "_initializing", False))
+    return not (
+        module is None
+        or is_lazy(module)
+        or getattr(_spec(name), "_initializing", False)
+    )
 
 
-def _is_lazy(module: object) -> bool:
-    return type(module).__name__ == "_LazyModule"  # importlib.util's; type() loads nothing
+def is_lazy(module: object) -> bool:
+    """Say whether importlib.util.LazyLoader has only made this module ready. ``type`` does not load it."""
+    return type(module).__name__ == "_LazyModule"
 
 
 def _loaded(name: str) -> None:
@@ -123,7 +128,12 @@ def _failed(target: str, error: Exception) -> None:
 def _is_strict() -> bool:
     import os
 
-    return os.environ.get("FLASHINFER_WSFIX_STRICT", "").strip().lower() in ("1", "on", "true", "yes")
+    return os.environ.get("FLASHINFER_WSFIX_STRICT", "").strip().lower() in (
+        "1",
+        "on",
+        "true",
+        "yes",
+    )
 
 
 class _Finder:
@@ -163,7 +173,9 @@ def _tell(spec: "Any") -> None:
     def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
         spec = object.__getattribute__(module, "__spec__")
-        if _is_lazy(module):  # only made ready: another loader executes it when it is used
+        if is_lazy(
+            module
+        ):  # only made ready: another loader executes it when it is used
             _tell(spec)
         elif spec.name in WATCHED:
             _loaded(spec.name)

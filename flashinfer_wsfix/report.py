@@ -39,7 +39,7 @@ class TargetStatus(NamedTuple):
 
 
 class LaneStatus(NamedTuple):
-    """One lane: sizes in bytes, ``address`` of the current generation, ``high_water`` the largest size asked for."""
+    """One lane, in bytes; ``address`` of its current generation, ``high_water`` the largest size that did not fit."""
 
     name: str
     device: str
@@ -101,6 +101,14 @@ def status() -> Status:
         )
 
 
+class WorkerStatus:
+    """For vLLM's ``--worker-extension-cls``: a method of each worker that ``collective_rpc`` can call by its name."""
+
+    def flashinfer_wsfix_status(self) -> dict[str, Any]:
+        """Return ``status().as_dict()`` of the worker's process."""
+        return status().as_dict()
+
+
 def active_routes() -> tuple[str, ...]:
     """Name the routes of activation. Every other route imports the package too, so "import" counts alone only."""
     return tuple(route for route in hook.routes if route != "import") or tuple(hook.routes)
@@ -148,7 +156,7 @@ def record_failure(target: str, error: BaseException) -> None:
     for known in [target] if target in verdicts else list(verdicts):
         if verdicts[known].state != "guarded":
             verdicts[known] = Verdict("failed", reason)
-    log(logging.WARNING, f"{reason}. Please report it.")
+    warn_once(("failed", name), f"{reason}. Please report it.")
 
 
 def warn_once(key: object, sentence: str) -> None:

@@ -100,15 +100,15 @@ class Lane:
         self.device = device
         self.current = PROBE
         self.generations: list[torch.Tensor] = []
-        self.high_water = 0  # bytes: the largest size that a plan or presize() asked for
+        self.high_water = 0  # bytes: the largest size that did not fit; what fits is never seen
 
     def buffer_for(self, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return an armed buffer of at least ``size`` bytes for a call that was given ``tensor``.
 
         Grows the lane, unless the current stream is capturing: a buffer made then would live in that graph's private
         pool and its zero-fill would only be recorded, so nothing made then is published. What is left in that case, or
-        where growing fails, is FlashInfer's own buffer if it is large enough, else a call-local one. Raises
-        torch.OutOfMemoryError where there is no memory for that either, with the lane as it was.
+        where growing fails, is FlashInfer's own buffer where the lane has no generation yet and it is large enough, else
+        a call-local one. Raises torch.OutOfMemoryError where there is no memory for that either.
         """
         scratch = self.name == SCRATCH
         capturing = is_capturing(self.device)
@@ -126,7 +126,7 @@ class Lane:
                     f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({error}): this call"
                     " gets a temporary buffer and the lane stays as it was. Leave more device memory free.",
                 )
-        if size <= tensor.numel() and not scratch:
+        if size <= tensor.numel() and not self.generations and not scratch:
             return arm(tensor.detach())
         if capturing:
             scratch_of_tuner = _tuners_scratch(self.device)

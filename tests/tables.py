@@ -1,6 +1,6 @@
 """Tables of the README, made from the package's own rows and from what detection reads in the hosts' sources.
 
-``python tests/tables.py`` prints them; `test_tables.py` compares them with the README.
+``python tests/tables.py`` prints them; `test_readme.py` compares them with the README.
 """
 
 from itertools import groupby
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hosts
 import releases
-from flashinfer_wsfix import detection, hook
+from flashinfer_wsfix import detection, hook, settings
 from flashinfer_wsfix.sites import DEFECTS, GATES, SM100_WORKSPACE
 
 # What the table says of a defect of FlashInfer's, by detection's state. D2 and D3 are in every release, but only where
@@ -62,10 +62,29 @@ def defects() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+MEANINGS = {
+    "mode": "on, off, or log every move and change nothing",
+    "workspace_bytes": "MiB of a lane's first generation; 0: none before a plan overflows FlashInfer's own buffer",
+    "gate": "the auto-tuned lanes that cuDNN is left out of on SM12x",
+    "vllm": "vLLM's half: `SM100Workspace` and presizing at warm-up",
+    "presize": "the lanes to presize at the end of vLLM's warm-up",
+    "strict": "raise our own errors into the host instead of going on without the guard; for tests of a deployment",
+    "log": "the least level that is logged",
+}
+
+
+def variables() -> str:
+    """Say what each environment variable takes and means."""
+    lines = [["variable", "default", "takes", "meaning"], ["---"] * 4]
+    for row in settings.SETTINGS:
+        lines.append([f"`{row.variable}`", f"`{row.default}`", row.takes, MEANINGS[row.field]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _version(release: str) -> tuple[tuple[int, ...], int]:
     numbers, _, post = release.partition(".post")
     return tuple(map(int, numbers.split("."))), int(post or 0)
 
 
 if __name__ == "__main__":
-    print(defects())
+    print(defects(), variables(), sep="\n\n")

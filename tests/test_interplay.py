@@ -13,7 +13,15 @@ import threading
 import pytest
 
 import fresh
-from test_activation import GEMM_BASE, LATE, SITE, UTILS, assert_guarded, guards_on, lines
+from test_activation import (
+    GEMM_BASE,
+    LATE,
+    SITE,
+    UTILS,
+    assert_guarded,
+    guards_on,
+    lines,
+)
 
 
 def start(first="ours"):
@@ -113,7 +121,14 @@ def test_a_guarded_function_looks_like_the_function():
     assert guarded is not stock and inspect.unwrap(guarded) is stock
     assert inspect.signature(guarded) == inspect.signature(stock)
     assert inspect.getsource(guarded) == inspect.getsource(stock)
-    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__", "__defaults__"):
+    for name in (
+        "__name__",
+        "__qualname__",
+        "__module__",
+        "__doc__",
+        "__annotations__",
+        "__defaults__",
+    ):
         assert getattr(guarded, name) == getattr(stock, name)
     assert inspect.isfunction(guarded) and callable(guarded)
 
@@ -191,7 +206,9 @@ def compiled(guarded):
     site = arguments.SITES[4]
     function, graph = site.live(), fakes.Graph(1 << 10, look=False)
     tensors = arguments.tensors(site)
-    own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
+    own = sys.modules[UTILS]._get_cache_buf(
+        "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
+    )
 
     def caller(x):
         function(graph, *tensors, own)
@@ -253,13 +270,20 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
         made.append(threading.current_thread() is threading.main_thread())
         return zeros(*args, **kwargs)
 
-    own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
+    own = sys.modules[UTILS]._get_cache_buf(
+        "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
+    )
     site, graph = arguments.SITES[4], fakes.Graph(look=False)
     inputs = arguments.tensors(site)
     call = site.live()
     torch.set_default_device("meta")
     torch.zeros = spy
-    with fakes.install(sys.modules["flashinfer"]), Functions(), Dispatch(), torch.inference_mode():
+    with (
+        fakes.install(sys.modules["flashinfer"]),
+        Functions(),
+        Dispatch(),
+        torch.inference_mode(),
+    ):
         for size in (1 << 10, (40 << 20) + 1):
             graph.workspace_bytes = size
             call(graph, *inputs, own)
@@ -267,16 +291,34 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
     torch.set_default_device(None)
     assert made == [False, False]
     for execution in graph.executions:
-        assert execution.workspace.device.type == "cpu" and not execution.workspace.is_inference()
+        assert (
+            execution.workspace.device.type == "cpu"
+            and not execution.workspace.is_inference()
+        )
         assert type(execution.workspace) is torch.Tensor
     assert package.status().lanes[0].generation == 2
 
 
-@pytest.mark.parametrize("version", ["1.17.*", "2.1.*", ""], ids=["1.17", "2.1", "newest"])
+@pytest.mark.parametrize(
+    "version", ["1.17.*", "2.1.*", ""], ids=["1.17", "2.1", "newest"]
+)
 def test_wrapt(version, tmp_path):
     """The oldest wrapt that we allow, one between, and the newest."""
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path)]
-    subprocess.run([*install, f"wrapt=={version}" if version else "wrapt"], check=True, capture_output=True)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+    ]
+    subprocess.run(
+        [*install, f"wrapt=={version}" if version else "wrapt"],
+        check=True,
+        capture_output=True,
+    )
     code = """
 import fresh, importlib, sys
 import test_activation, wrapt
@@ -290,7 +332,13 @@ assert copy.deepcopy(site) is site and pickle.loads(pickle.dumps(site)) is site
 assert flashinfer_wsfix.deactivate() == ()
 test_activation.assert_stock()
 """
-    path = os.pathsep.join([str(tmp_path), os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [
+            str(tmp_path),
+            os.path.dirname(__file__),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True,

@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -451,6 +452,25 @@ def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(gemm, flashinfe
     graph.executions.clear()
     gc.collect()
     assert [value for value in gc.get_objects() if type(value) is workspace.Lane and value.name == "scratch"] == []
+
+
+def test_8_the_tuners_clones_share_a_buffer_and_its_graphs_are_not_falsified(flashinfer, cudnn, guard, monkeypatch):
+    """Profiling with a cold cache captures graphs that run through clones of the workspace: no zero-fill is in them."""
+    big = types.SimpleNamespace(**{**vars(fakes._properties()), "L2_cache_size": 64 << 20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: big)
+    fakes._clear_caches(flashinfer.utils)
+    # The plans ask for more than the lane's first generation: the first to overflow it does so in the tuner's capture.
+    graph = fakes.Graph(lambda plan: FIRST + 256 if plan > 0 else MORE, look=False)
+    cudnn.make_graph = lambda: graph
+    with fakes.stub_runners(), flashinfer.autotune(True):
+        mm_bf16(flashinfer)
+    fakes._clear_caches(flashinfer.utils)
+    if not any(execution.capturing for execution in graph.executions):
+        pytest.skip("this release profiles bf16 without capturing")
+    captured = [execution for execution in graph.executions if execution.capturing]
+    held = {execution.data_ptr for execution in graph.executions if not execution.capturing}
+    assert {execution.data_ptr for execution in captured} <= held
+    assert guard.status().capture_overflows == 0
 
 
 # --- 9: one execute per call ------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def state():
         "guarded": len(guarded),
         "unguarded": len(sites) - len(guarded),
         "twice": sum(not isinstance(site.__wrapped__, types.FunctionType) for site in guarded),
-        "copied": copied in guarded,
+        "copied": any(copied is site for site in guarded),  # `in` asks the wrapped functions for equality
         "torch": "torch" in sys.modules,
         "routes": None,
     }

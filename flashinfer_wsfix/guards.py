@@ -56,21 +56,13 @@ def is_guarded(value: object) -> bool:
 def site_guard(position: int, parameter: str) -> Wrapper:
     """Make the wrapper of a site that takes its workspace as ``parameter``, at ``position``."""
 
-    def wsfix_site(
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def wsfix_site(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The ordinary call: one attribute read on the tensor, one on its lane, one list copy. What comes after is
         # outside of the except blocks, so that an exception of the site has no context of ours.
         arguments: list[Any] | None = list(args)
         try:
             arguments[position] = args[position]._wsfix_lane.current  # type: ignore[index]
-        except (
-            IndexError,
-            AttributeError,
-        ):  # by keyword, or the first time that this tensor is seen
+        except (IndexError, AttributeError):  # by keyword, or the first time that this tensor is seen
             arguments = None
         if arguments is not None:
             try:
@@ -79,9 +71,7 @@ def site_guard(position: int, parameter: str) -> Wrapper:
                 pass
         return wsfix_choose_buffer(wrapped, args, kwargs)
 
-    def wsfix_choose_buffer(
-        wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def wsfix_choose_buffer(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_position = len(args) > position
         tensor = args[position] if by_position else kwargs.get(parameter)
         lane = uncompiled(_lane_of)(tensor)
@@ -91,9 +81,7 @@ def site_guard(position: int, parameter: str) -> Wrapper:
         while True:
             try:
                 if by_position:
-                    return wrapped(
-                        *args[:position], buffer, *args[position + 1 :], **kwargs
-                    )
+                    return wrapped(*args[:position], buffer, *args[position + 1 :], **kwargs)
                 return wrapped(*args, **{**kwargs, parameter: buffer})
             except workspace.Overflow as overflow:
                 size = overflow.size
@@ -126,12 +114,7 @@ def _lane_of(tensor: object) -> workspace.Lane | None:
 def observer(position: int, parameter: str) -> Wrapper:
     """Make the wrapper that changes nothing and logs each move of a site's workspace."""
 
-    def wsfix_observe(
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def wsfix_observe(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[position] if len(args) > position else kwargs.get(parameter)
         if not isinstance(tensor, torch.Tensor):
             return wrapped(*args, **kwargs)
@@ -140,9 +123,7 @@ def observer(position: int, parameter: str) -> Wrapper:
     return wsfix_observe
 
 
-def observed(
-    host: str, name: str | None, tensor: torch.Tensor, call: Callable[[], Any]
-) -> Any:
+def observed(host: str, name: str | None, tensor: torch.Tensor, call: Callable[[], Any]) -> Any:
     """Make a host's call and log it where it moved ``tensor``. ``name``: of the lane, None for the one in the cache."""
     old = (tensor.data_ptr(), tensor.numel())
     try:
@@ -154,51 +135,27 @@ def observed(
                 key = None if name else workspace.cache_key(tensor)
                 name = name or (key[0] if key else workspace.SCRATCH)
                 capturing = workspace.is_capturing(tensor.device)
-                report.moved(
-                    f"MOVED by {host}",
-                    name,
-                    tensor.device,
-                    old,
-                    new,
-                    capturing,
-                    logging.WARNING,
-                )
+                report.moved(f"MOVED by {host}", name, tensor.device, old, new, capturing, logging.WARNING)
             except Exception as error:
-                report.warn_once(
-                    "observe",
-                    f"a workspace moved; an error of flashinfer-wsfix hid where ({error!r}).",
-                )
+                report.warn_once("observe", f"a workspace moved; an error of flashinfer-wsfix hid where ({error!r}).")
 
 
 def is_sm12x(device: torch.device) -> bool:
     """Say whether ``device`` is an SM12x GPU (RTX PRO 6000, RTX 50xx, GB10)."""
     try:
         return bool(torch.cuda.get_device_capability(device)[0] == 12)
-    except (
-        Exception
-    ):  # not a CUDA device, or none that answers: then cuDNN is not ours to judge
+    except Exception:  # not a CUDA device, or none that answers: then cuDNN is not ours to judge
         return False
 
 
 def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
     """Make the wrapper that takes "cudnn" out of the list of runners on SM12x, where others are left."""
 
-    def wsfix_gate(
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def wsfix_gate(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_position = len(args) > position
-        runners: Iterable[str] | None = (
-            args[position] if by_position else kwargs.get(parameter)
-        )
+        runners: Iterable[str] | None = args[position] if by_position else kwargs.get(parameter)
         matrix = args[0] if args else kwargs.get(first)
-        if (
-            runners is None
-            or not isinstance(matrix, torch.Tensor)
-            or "cudnn" not in runners
-        ):
+        if runners is None or not isinstance(matrix, torch.Tensor) or "cudnn" not in runners:
             return wrapped(*args, **kwargs)
         left = [runner for runner in runners if runner != "cudnn"]
         if not left or not is_sm12x(matrix.device):
@@ -222,10 +179,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     version = getattr(sys.modules.get("flashinfer"), "__version__", None)
     modules = [sys.modules.get(name) for name in (GEMM_BASE, GEMM_BF16_FP4)]
     functions = [
-        function
-        for module in modules
-        if module and not is_lazy(module)
-        for function in live_functions(module)
+        function for module in modules if module and not is_lazy(module) for function in live_functions(module)
     ]
     verdict = judge(functions, version or "of unknown version")
     if verdict.state != "guarded":
@@ -250,34 +204,19 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     def replace(module: str, name: str, wrapper: Wrapper) -> None:
         original = vars(sys.modules[module])[name]
         if not is_guarded(original):
-            patches.append(
-                Patch(sys.modules[module], name, original, Guard(original, wrapper))
-            )
+            patches.append(Patch(sys.modules[module], name, original, Guard(original, wrapper)))
 
     for function in functions:
         if f"{function.module}.{function.name}" in verdict.sites:
             (parameter,) = resized(function.code)
-            replace(
-                function.module,
-                function.name,
-                make(parameters(function.code).index(parameter), parameter),
-            )
+            replace(function.module, function.name, make(parameters(function.code).index(parameter), parameter))
     if config.mode == "on":
         for row in GATES:
             original = getattr(sys.modules[row.module], row.function, None)
             if row.name in config.gate and isinstance(original, FunctionType):
                 names = parameters(original.__code__)
-                wrapper = gate(
-                    row.name, names.index(row.parameter), row.parameter, names[0]
-                )
+                wrapper = gate(row.name, names.index(row.parameter), row.parameter, names[0])
                 replace(row.module, row.function, wrapper)
         if type(cache) is dict:
-            patches.append(
-                Patch(
-                    sys.modules[UTILS],
-                    "_cache_buf",
-                    cache,
-                    workspace.RetiringCache(cache),
-                )
-            )
+            patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, workspace.RetiringCache(cache)))
     return verdict, patches, version

@@ -71,8 +71,8 @@ def deactivate() -> "tuple[str, ...]":
     return patching.undo_all() if patching else ()
 
 
-def _spec(name):  # type: ignore[no-untyped-def]
-    """Return the spec of an imported module, or None. Asks the object itself: a lazy module would load at a ``getattr``."""
+def _spec(name: str) -> "Any":
+    """Return an imported module's spec, or None. Not by ``getattr``, which would load a lazy module."""
     try:
         return object.__getattribute__(sys.modules.get(name), "__spec__")
     except AttributeError:
@@ -82,11 +82,7 @@ def _spec(name):  # type: ignore[no-untyped-def]
 def is_complete(name: str) -> bool:
     """Say whether a module has been executed to its end: not half-imported, nor prepared by a lazy loader."""
     module = sys.modules.get(name)
-    return not (
-        module is None
-        or is_lazy(module)
-        or getattr(_spec(name), "_initializing", False)
-    )
+    return not (module is None or is_lazy(module) or getattr(_spec(name), "_initializing", False))
 
 
 def is_lazy(module: object) -> bool:
@@ -128,12 +124,7 @@ def _failed(target: str, error: Exception) -> None:
 def _is_strict() -> bool:
     import os
 
-    return os.environ.get("FLASHINFER_WSFIX_STRICT", "").strip().lower() in (
-        "1",
-        "on",
-        "true",
-        "yes",
-    )
+    return os.environ.get("FLASHINFER_WSFIX_STRICT", "").strip().lower() in ("1", "on", "true", "yes")
 
 
 class _Finder:
@@ -173,16 +164,14 @@ def _tell(spec: "Any") -> None:
     def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
         spec = object.__getattribute__(module, "__spec__")
-        if is_lazy(
-            module
-        ):  # only made ready: another loader executes it when it is used
+        if is_lazy(module):  # only made ready: another loader executes it when it is used
             _tell(spec)
         elif spec.name in WATCHED:
             _loaded(spec.name)
 
     exec_module.tells_wsfix = True  # type: ignore[attr-defined]
     try:
-        # Not setattr(): a loader that is itself a proxy (wrapt's) would hand it on to what it stands around, which it calls.
+        # Not setattr(): a loader that is a proxy (wrapt's) would hand it on to the loader that it stands around.
         object.__setattr__(loader, "exec_module", exec_module)
         spec.tells_wsfix = True  # whatever loader another finder puts around this one
     except (AttributeError, TypeError):  # it takes no attributes

@@ -46,11 +46,7 @@ def refresh(target: str) -> None:
 
 
 def _off(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
-    return (
-        Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"),
-        [],
-        None,
-    )
+    return Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"), [], None
 
 
 def _apply(target: str, patches: list[Patch]) -> None:
@@ -75,9 +71,7 @@ def _copies(patches: list[Patch]) -> Iterator[Patch]:
         if module_name.partition(".")[0] in BELOW:
             continue
         try:
-            names = object.__getattribute__(
-                module, "__dict__"
-            )  # not vars(), which would load a lazy module
+            names = object.__getattribute__(module, "__dict__")  # not vars(), which would load a lazy module
         except AttributeError:  # not a module: some packages put other objects there
             continue
         if replaced.keys().isdisjoint(map(id, list(names.values()))):
@@ -101,9 +95,7 @@ def undo(target: str) -> list[str]:
         elif guards.is_guarded(current):
             left.append(patch)  # for the next time: by then the other tool may be gone
             where = f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}"
-            kept.append(
-                f"{where} stays guarded: {type(current).__name__!r} of another tool was put around it since"
-            )
+            kept.append(f"{where} stays guarded: {type(current).__name__!r} of another tool was put around it since")
     _applied[target] = left[::-1]
     return kept
 

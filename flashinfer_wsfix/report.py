@@ -150,8 +150,8 @@ def record_failure(target: str, error: BaseException) -> None:
     """Keep and say that an error of ours left a target unguarded."""
     name = {"flashinfer": "FlashInfer", "vllm": "vLLM"}.get(target, target)
     reason = (
-        f"{name} is NOT guarded, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): it runs as if"
-        " flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
+        f"{name} is NOT guarded, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): it runs as"
+        " if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
     )
     for known in [target] if target in verdicts else list(verdicts):
         if verdicts[known].state != "guarded":

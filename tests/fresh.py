@@ -24,9 +24,7 @@ PRELOADED = ("pytest", "torch", "fakes", "releases")
 
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
-    server = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(server.communicate)
     return server
 
@@ -39,9 +37,7 @@ def process(test: Callable[..., None]) -> Callable[..., None]:
         server = _server()
         assert server.stdin and server.stdout
         with tempfile.NamedTemporaryFile() as output:
-            pickle.dump(
-                (test.__module__, test.__name__, arguments, output.name), server.stdin
-            )
+            pickle.dump((test.__module__, test.__name__, arguments, output.name), server.stdin)
             server.stdin.flush()
             ended = int(server.stdout.readline())
             printed = output.read().decode(errors="replace")
@@ -76,12 +72,7 @@ def copy(release: str, folder: Path, changes: dict[str, Callable[[str], str]]) -
     import releases
 
     source = releases.fetch(release) / "flashinfer"
-    shutil.copytree(
-        source,
-        folder / "flashinfer",
-        copy_function=os.symlink,
-        ignore=shutil.ignore_patterns("*.pyc"),
-    )
+    shutil.copytree(source, folder / "flashinfer", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
     for name, change in changes.items():
         before = (source / name).read_text()
         after = change(before)
@@ -100,9 +91,7 @@ def listen() -> io.StringIO:
 def _serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
-    sys.modules["torch"].set_num_threads(
-        1
-    )  # a pool of threads would not outlive the fork
+    sys.modules["torch"].set_num_threads(1)  # a pool of threads would not outlive the fork
     while True:
         try:
             module, name, arguments, output = pickle.load(sys.stdin.buffer)

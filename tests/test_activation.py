@@ -17,11 +17,7 @@ import pytest
 
 import fresh
 
-GEMM, UTILS, LATE = (
-    "flashinfer.gemm",
-    "flashinfer.utils",
-    "flashinfer.gemm.gemm_bf16_fp4_cudnn",
-)
+GEMM, UTILS, LATE = ("flashinfer.gemm", "flashinfer.utils", "flashinfer.gemm.gemm_bf16_fp4_cudnn")
 GEMM_BASE = "flashinfer.gemm.gemm_base"
 SITE, GATE = "execute_cudnn_gemm_fp8_graph", "fp8_gemm_sm100"
 RELEASES = ("0.6.12", "0.6.18.post1")
@@ -46,11 +42,12 @@ def guards_on(name):
 
 def assert_guarded(sites=8):
     """Every site has one guard, the gate and the cache have theirs, and a call runs on a generation of ours."""
-    import arguments
-    import fakes
     import flashinfer_wsfix
     import torch
     from flashinfer_wsfix import workspace
+
+    import arguments
+    import fakes
 
     status = flashinfer_wsfix.status()
     assert (status.targets[0].state, len(status.targets[0].sites)) == ("guarded", sites)
@@ -62,9 +59,7 @@ def assert_guarded(sites=8):
     ]  # a second import of a package binds no submodule that it finds
     with fakes.install(sys.modules["flashinfer"]):
         for site in arguments.SITES[:sites]:
-            own = sys.modules[UTILS]._get_cache_buf(
-                f"{site}", 1 << 20, torch.device("cpu")
-            )
+            own = sys.modules[UTILS]._get_cache_buf(f"{site}", 1 << 20, torch.device("cpu"))
             graph = fakes.Graph(2 << 20)
             arguments.call(site, graph, own)
             assert graph.last.numel == 40 << 20 and own.numel() == 1 << 20
@@ -72,9 +67,7 @@ def assert_guarded(sites=8):
 
 def lines(said):
     """What was logged of activation: not the lines about lanes, which come of the calls that `assert_guarded` makes."""
-    return [
-        line for line in said.getvalue().splitlines() if "]: generation " not in line
-    ]
+    return [line for line in said.getvalue().splitlines() if "]: generation " not in line]
 
 
 def assert_stock():
@@ -111,9 +104,7 @@ def test_after(release):
     assert len(lines(said)) == 1
 
 
-@pytest.mark.parametrize(
-    "first", ["flashinfer.jit", "flashinfer.utils", "flashinfer.gemm.gemm_base"]
-)
+@pytest.mark.parametrize("first", ["flashinfer.jit", "flashinfer.utils", "flashinfer.gemm.gemm_base"])
 @fresh.process
 def test_between_two_imports(first):
     """A part of FlashInfer was imported before us, the rest after."""
@@ -143,13 +134,7 @@ def test_twice_is_once():
     for route in ("a", "b", "call", "a"):
         flashinfer_wsfix.activate(route)
     assert_guarded()
-    assert (
-        sum(
-            type(finder).__module__.startswith("flashinfer_wsfix")
-            for finder in sys.meta_path
-        )
-        == 1
-    )
+    assert sum(type(finder).__module__.startswith("flashinfer_wsfix") for finder in sys.meta_path) == 1
     assert len(lines(said)) == 1
     assert flashinfer_wsfix.status().routes == ("a", "b", "call")
 
@@ -184,8 +169,7 @@ def bare(code, *options, path=()):
 def test_the_import_of_the_package_loads_two_modules():
     """`import flashinfer_wsfix` alone loads itself and its hook, nothing else: neither torch nor any other module."""
     printed, said = bare(
-        "import sys; before = set(sys.modules); import flashinfer_wsfix; print(sorted(set(sys.modules) - before))",
-        "-S",
+        "import sys; before = set(sys.modules); import flashinfer_wsfix; print(sorted(set(sys.modules) - before))", "-S"
     )
     assert printed == "['flashinfer_wsfix', 'flashinfer_wsfix.hook']\n"
     assert said == ""
@@ -213,7 +197,7 @@ POINTS = (
 
 
 class Pause(importlib.abc.MetaPathFinder):
-    """Calls `at` between a finder's answer and the module's place in sys.modules (`found`), or after its body (`run`)."""
+    """Calls `at` before the module that a finder `found` is in sys.modules, or once its body has `run`."""
 
     def __init__(self, name, when, at):
         self.name, self.when, self.at = name, when, at
@@ -278,9 +262,7 @@ def test_from_inside_the_import(name, when):
     """Activated by a module that FlashInfer's import runs, in the same thread."""
     fresh.flashinfer("0.6.14")
     said = fresh.listen()
-    sys.meta_path.insert(
-        0, Pause(name, when, lambda: importlib.import_module("flashinfer_wsfix"))
-    )
+    sys.meta_path.insert(0, Pause(name, when, lambda: importlib.import_module("flashinfer_wsfix")))
     importlib.import_module("flashinfer")
     assert_guarded()
     assert len(lines(said)) == 1 and "all guarded" in lines(said)[0], said.getvalue()
@@ -294,18 +276,11 @@ def test_after_an_import_that_failed(tmp_path):
 @fresh.process
 def failed_import(folder, failing):
     """FlashInfer's own error comes out as it is, and the import that works later is guarded."""
-    fresh.flashinfer(
-        "0.6.14",
-        fresh.copy(
-            "0.6.14", folder, {failing: lambda text: "raise OSError('theirs')\n" + text}
-        ),
-    )
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", folder, {failing: lambda text: "raise OSError('theirs')\n" + text}))
     importlib.import_module("flashinfer_wsfix")
     with pytest.raises(OSError, match="theirs"):
         importlib.import_module("flashinfer")
-    (folder / "flashinfer" / failing).write_text(
-        (folder / "flashinfer" / failing).read_text().split("\n", 1)[1]
-    )
+    (folder / "flashinfer" / failing).write_text((folder / "flashinfer" / failing).read_text().split("\n", 1)[1])
     importlib.invalidate_caches()
     importlib.import_module("flashinfer")
     assert_guarded()
@@ -337,10 +312,7 @@ def test_many_threads_import_activate_and_ask():
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=work, args=(number, next(names)))
-        for number in range(32)
-    ]
+    threads = [threading.Thread(target=work, args=(number, next(names))) for number in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -364,9 +336,7 @@ def test_no_lock_of_ours_is_held_while_an_import_runs():
         def find_spec(self, name, path=None, target=None):
             taken = []
             thread = threading.Thread(
-                target=lambda: taken.append(
-                    report.lock.acquire(timeout=5) and report.lock.release()
-                )
+                target=lambda: taken.append(report.lock.acquire(timeout=5) and report.lock.release())
             )
             thread.start()
             thread.join()
@@ -376,9 +346,7 @@ def test_no_lock_of_ours_is_held_while_an_import_runs():
     importlib.import_module("flashinfer")
     importlib.import_module(LATE)
     flashinfer_wsfix.activate()
-    assert {GEMM, "wrapt", "flashinfer_wsfix.patching"} <= {
-        name for name, _ in imported
-    }
+    assert {GEMM, "wrapt", "flashinfer_wsfix.patching"} <= {name for name, _ in imported}
     assert all(free for _, free in imported)
 
 
@@ -409,19 +377,13 @@ def test_a_reload_of_utils_frees_no_buffer():
     fresh.flashinfer("0.6.14")
     importlib.import_module("flashinfer_wsfix")
     importlib.import_module("flashinfer")
-    alive = weakref.ref(
-        sys.modules[UTILS]._get_cache_buf(
-            "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
-        )
-    )
+    alive = weakref.ref(sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu")))
     importlib.reload(sys.modules[UTILS])
     assert_guarded()
     assert alive() is not None
 
 
-@pytest.mark.parametrize(
-    "prefix", ["flashinfer", "flashinfer.gemm", "flashinfer.utils"]
-)
+@pytest.mark.parametrize("prefix", ["flashinfer", "flashinfer.gemm", "flashinfer.utils"])
 @fresh.process
 def test_a_fresh_import(prefix):
     """Deleted from sys.modules and imported again, the new module is guarded too."""
@@ -429,9 +391,7 @@ def test_a_fresh_import(prefix):
     importlib.import_module("flashinfer_wsfix")
     importlib.import_module("flashinfer")
     old = sys.modules[GEMM_BASE]
-    for name in [
-        name for name in sys.modules if name == prefix or name.startswith(prefix + ".")
-    ]:
+    for name in [name for name in sys.modules if name == prefix or name.startswith(prefix + ".")]:
         del sys.modules[name]
     importlib.import_module("flashinfer")
     importlib.import_module(GEMM)
@@ -467,9 +427,7 @@ def test_deactivate_restores_the_very_objects():
     copies = sys.modules["copies"] = types.ModuleType("copies")
     copies.site, copies.cache = getattr(base, SITE), utils._cache_buf
     own = utils._get_cache_buf("mm_bf16_workspace", 1 << 20, torch.device("cpu"))
-    watched = [
-        sys.modules[name] for name in sys.modules if name.startswith("flashinfer")
-    ] + [copies]
+    watched = [sys.modules[name] for name in sys.modules if name.startswith("flashinfer")] + [copies]
     before = [dict(vars(module)) for module in watched]
 
     import flashinfer_wsfix
@@ -482,15 +440,9 @@ def test_deactivate_restores_the_very_objects():
     assert flashinfer_wsfix.deactivate() == ()
     assert_stock()
     for module, names in zip(watched, before, strict=True):
-        assert all(
-            vars(module)[name] is value
-            for name, value in names.items()
-            if not name.startswith("__")
-        )
+        assert all(vars(module)[name] is value for name, value in names.items() if not name.startswith("__"))
     assert utils._cache_buf["mm_bf16_workspace", torch.device("cpu")] is displaced
-    assert [
-        lane.address for lane in flashinfer_wsfix.status().lanes
-    ] == addresses and len(addresses) == 10
+    assert [lane.address for lane in flashinfer_wsfix.status().lanes] == addresses and len(addresses) == 10
     from flashinfer_wsfix import workspace
 
     assert any(buffer is own for buffer in workspace.RetiringCache.retired)
@@ -536,14 +488,13 @@ def test_observe():
     importlib.import_module("flashinfer")
     assert state() == "observing" and guards_on(GATE) == 0
     assert type(sys.modules[UTILS]._cache_buf) is dict
-    import arguments
-    import fakes
     import torch
 
+    import arguments
+    import fakes
+
     with fakes.install(sys.modules["flashinfer"]):
-        own = sys.modules[UTILS]._get_cache_buf(
-            "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
-        )
+        own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
         old = own.data_ptr()
         arguments.call(arguments.SITES[4], fakes.Graph((1 << 20) + 256), own)
     assert own.data_ptr() != old
@@ -562,14 +513,9 @@ def test_nonsense_is_named_once_and_the_default_used():
     importlib.import_module("flashinfer")
     flashinfer_wsfix.activate()
     assert_guarded()
-    warnings = [
-        line for line in said.getvalue().splitlines() if line.startswith("WARNING ")
-    ]
+    warnings = [line for line in said.getvalue().splitlines() if line.startswith("WARNING ")]
     assert len(warnings) == 2
-    assert (
-        "FLASHINFER_WSFIX='perhaps'" in warnings[0]
-        and "FLASHINFER_WSFIX_WORKSPACE is not" in warnings[1]
-    )
+    assert "FLASHINFER_WSFIX='perhaps'" in warnings[0] and "FLASHINFER_WSFIX_WORKSPACE is not" in warnings[1]
 
 
 @fresh.process
@@ -601,9 +547,7 @@ def test_strict_lets_our_errors_out():
         with pytest.raises(TypeError):
             importlib.import_module("flashinfer")
         with pytest.raises(TypeError):
-            sys.modules["flashinfer_wsfix"].activate() or importlib.import_module(
-                "flashinfer"
-            )
+            sys.modules["flashinfer_wsfix"].activate() or importlib.import_module("flashinfer")
     importlib.import_module("flashinfer")
     assert state() == "failed"
 
@@ -626,17 +570,9 @@ class Delegating(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name, path=None, target=None):
         after = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (
-            finder.find_spec(name, path, target)
-            for finder in after
-            if hasattr(finder, "find_spec")
-        )
+        found = (finder.find_spec(name, path, target) for finder in after if hasattr(finder, "find_spec"))
         spec = next(filter(None, found), None)
-        if (
-            spec is not None
-            and spec.loader is not None
-            and name.startswith("flashinfer.")
-        ):
+        if spec is not None and spec.loader is not None and name.startswith("flashinfer."):
             spec.loader = Around(spec.loader, self.seen)
         return spec
 
@@ -690,14 +626,10 @@ def slots():
 def wrapts():
     import wrapt
 
-    wrapt.register_post_import_hook(
-        lambda module: setattr(module, "hooked", True), GEMM_BASE
-    )
+    wrapt.register_post_import_hook(lambda module: setattr(module, "hooked", True), GEMM_BASE)
 
 
-HOOKS = {
-    function.__name__: function for function in (legacy, delegating, slots, wrapts)
-}
+HOOKS = {function.__name__: function for function in (legacy, delegating, slots, wrapts)}
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
@@ -718,9 +650,7 @@ def test_other_import_hooks(hook, first):
     if hook == "wrapts":
         assert sys.modules[GEMM_BASE].hooked
     if hook == "delegating":
-        (finder,) = (
-            finder for finder in sys.meta_path if isinstance(finder, Delegating)
-        )
+        (finder,) = (finder for finder in sys.meta_path if isinstance(finder, Delegating))
         assert {GEMM, GEMM_BASE, UTILS} <= set(finder.seen)
     importlib.reload(sys.modules[GEMM_BASE])
     if hook != "slots":  # nothing tells us of a reload there
@@ -756,29 +686,21 @@ def test_lazy_loader(name, first):
     module = importlib.import_module(name)
     flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
     flashinfer_wsfix.activate()
-    assert flashinfer_wsfix.status().targets[0].state == (
-        "guarded" if name == LATE else "pending"
-    )
+    assert flashinfer_wsfix.status().targets[0].state == ("guarded" if name == LATE else "pending")
     assert type(module) is not types.ModuleType
     assert module.__doc__ is None or module.__doc__  # now it is loaded
     assert type(module) is types.ModuleType
-    if (
-        first == "theirs" and name != "flashinfer"
-    ):  # nobody told us: the next activation sees it
+    if first == "theirs" and name != "flashinfer":  # nobody told us: the next activation sees it
         flashinfer_wsfix.activate()
     assert state() == "guarded" and guards_on(SITE) == 1
-    assert len(flashinfer_wsfix.status().targets[0].sites) == (
-        10 if name == LATE else 8
-    )
+    assert len(flashinfer_wsfix.status().targets[0].sites) == (10 if name == LATE else 8)
 
 
 @fresh.process
 def test_lazy_modules_of_others_stay_lazy():
     """Looking for copied names in all modules loads none that only waits to be loaded."""
     fresh.flashinfer("0.6.14")
-    importlib.import_module(
-        "flashinfer"
-    )  # before, since torch itself looks at every module while that runs
+    importlib.import_module("flashinfer")  # before, since torch itself looks at every module while that runs
     spec = importlib.util.find_spec("wave")
     spec.loader = importlib.util.LazyLoader(spec.loader)
     lazy = sys.modules["wave"] = importlib.util.module_from_spec(spec)
@@ -847,10 +769,7 @@ def other_kind(kind, folder):
     importlib.import_module("flashinfer_wsfix")
     importlib.import_module(GEMM)
     assert (state(), guards_on(SITE)) == ("guarded", 1)
-    assert (
-        sys.modules[GEMM].execute_cudnn_gemm_fp8_graph
-        is sys.modules[GEMM_BASE].execute_cudnn_gemm_fp8_graph
-    )
+    assert sys.modules[GEMM].execute_cudnn_gemm_fp8_graph is sys.modules[GEMM_BASE].execute_cudnn_gemm_fp8_graph
     importlib.reload(sys.modules[GEMM_BASE])
     assert (state(), guards_on(SITE)) == ("guarded", 1)
 
@@ -871,7 +790,5 @@ def test_the_loader_that_others_see_is_the_one_they_know():
     assert type(module.__spec__) is importlib.machinery.ModuleSpec
     assert inspect.getsource(module) == Path(module.__file__).read_text()
     assert inspect.getsource(getattr(module, SITE)).startswith(f"def {SITE}(")
-    assert "gemm_base" in [
-        found.name for found in pkgutil.iter_modules(sys.modules[GEMM].__path__)
-    ]
+    assert "gemm_base" in [found.name for found in pkgutil.iter_modules(sys.modules[GEMM].__path__)]
     assert importlib.resources.files(GEMM).joinpath("gemm_base.py").is_file()

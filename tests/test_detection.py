@@ -8,16 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from flashinfer_wsfix import detection, hook, sites
 
 import fresh
 import releases
-from flashinfer_wsfix import detection, hook, sites
 
-EIGHT = [
-    f"{site.module}.{site.function}"
-    for site in sites.SITES
-    if site.module == hook.GEMM_BASE
-]
+EIGHT = [f"{site.module}.{site.function}" for site in sites.SITES if site.module == hook.GEMM_BASE]
 TEN = [f"{site.module}.{site.function}" for site in sites.SITES]
 FACTS = {
     "0.5.3": ("not-affected", []),
@@ -50,9 +46,7 @@ def judged(release, change=lambda source: source):
     for module in MODULES:
         if (folder(release) / (module.replace(".", "/") + ".py")).exists():
             source = source_of(release, module)
-            functions += detection.source_functions(
-                module, change(source) if module == hook.GEMM_BASE else source
-            )
+            functions += detection.source_functions(module, change(source) if module == hook.GEMM_BASE else source)
     return detection.judge(functions, release)
 
 
@@ -77,27 +71,13 @@ def test_source_agrees_with_the_file_of_facts(release):
     found = set()
     for module in MODULES:
         if (folder(release) / (module.replace(".", "/") + ".py")).exists():
-            for function in detection.source_functions(
-                module, source_of(release, module)
-            ):
+            for function in detection.source_functions(module, source_of(release, module)):
                 for name in detection.resized(function.code):
-                    found.add(
-                        (
-                            module,
-                            function.name,
-                            name,
-                            detection.parameters(function.code).index(name),
-                        )
-                    )
-    assert found == {
-        (row["module"], row["function"], row["parameter"], row["position"])
-        for row in facts["sites"]
-    }
+                    found.add((module, function.name, name, detection.parameters(function.code).index(name)))
+    assert found == {(row["module"], row["function"], row["parameter"], row["position"]) for row in facts["sites"]}
 
 
-@pytest.mark.parametrize(
-    "release", [release for release in FACTS if release not in releases.STATIC]
-)
+@pytest.mark.parametrize("release", [release for release in FACTS if release not in releases.STATIC])
 def test_live_and_source_agree(release):
     folder(release)
     live_agrees(release=release)
@@ -111,9 +91,7 @@ def live_agrees(release):
 
     def live():
         modules = [sys.modules[name] for name in MODULES if name in sys.modules]
-        return detection.judge(
-            [f for module in modules for f in detection.live_functions(module)], release
-        )
+        return detection.judge([f for module in modules for f in detection.live_functions(module)], release)
 
     from importlib.util import find_spec
 
@@ -128,15 +106,13 @@ def live_agrees(release):
 
 # --- the shapes of upstream's fixes -----------------------------------------------------------------------------------
 
-GROWTH = re.compile(
-    r"    if (workspace\w*)\.numel\(\) < workspace_size:\n        \1\.resize_\(workspace_size\)\n"
-)
+GROWTH = re.compile(r"    if (workspace\w*)\.numel\(\) < workspace_size:\n        \1\.resize_\(workspace_size\)\n")
 
 
 def call_local(source):
     """Pull request #4553: a buffer of the call's own, zeroed."""
-    lines = r"    if \1.numel() < workspace_size:\n        \1 = torch.zeros(workspace_size, dtype=torch.uint8, device=a.device)\n"
-    return GROWTH.sub(lines, source)
+    made = "torch.zeros(workspace_size, dtype=torch.uint8, device=a.device)"
+    return GROWTH.sub(rf"    if \1.numel() < workspace_size:\n        \1 = {made}\n", source)
 
 
 def grow_workspace(source):
@@ -150,9 +126,7 @@ def _grow_workspace(workspace, workspace_size):
     _retired_cache_buf.append(workspace)
     return torch.zeros(workspace_size, dtype=torch.uint8, device=workspace.device)
 """
-    return (
-        GROWTH.sub(r"    \1 = _grow_workspace(\1, workspace_size)\n", source) + helper
-    )
+    return GROWTH.sub(r"    \1 = _grow_workspace(\1, workspace_size)\n", source) + helper
 
 
 def at_least(source):
@@ -163,10 +137,7 @@ def _gemm_workspace_at_least(workspace, workspace_size):
         return workspace
     return torch.empty(workspace_size, dtype=torch.uint8, device=workspace.device)
 """
-    return (
-        GROWTH.sub(r"    \1 = _gemm_workspace_at_least(\1, workspace_size)\n", source)
-        + helper
-    )
+    return GROWTH.sub(r"    \1 = _gemm_workspace_at_least(\1, workspace_size)\n", source) + helper
 
 
 FIXED = {"#4553": call_local, "#4399": grow_workspace, "#4666": at_least}
@@ -177,9 +148,7 @@ BF16_FP4 = "gemm/gemm_bf16_fp4_cudnn.py"
 def test_source_with_an_upstream_fix(request_):
     functions = []
     for module in MODULES:
-        functions += detection.source_functions(
-            module, FIXED[request_](source_of("0.6.14", module))
-        )
+        functions += detection.source_functions(module, FIXED[request_](source_of("0.6.14", module)))
     verdict = detection.judge(functions, "0.6.14")
     assert verdict.state == "not-needed"
     assert request_ in verdict.reason
@@ -190,18 +159,11 @@ def test_source_with_an_upstream_fix(request_):
 def test_upstream_fix_is_left_alone(request_, tmp_path):
     """Nothing is wrapped, and the log says once that the package can be removed."""
     change = FIXED[request_]
-    fresh.flashinfer(
-        "0.6.14",
-        fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": change, BF16_FP4: change}),
-    )
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": change, BF16_FP4: change}))
     said = fresh.listen()
     assert untouched() == "not-needed"
     lines = said.getvalue().splitlines()
-    assert (
-        len(lines) == 1
-        and lines[0].startswith("INFO ")
-        and "can be removed" in lines[0]
-    )
+    assert len(lines) == 1 and lines[0].startswith("INFO ") and "can be removed" in lines[0]
 
 
 def untouched():
@@ -215,9 +177,7 @@ def untouched():
 
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("flashinfer."):
-            assert not [
-                name for name, value in vars(module).items() if guards.is_guarded(value)
-            ]
+            assert not [name for name, value in vars(module).items() if guards.is_guarded(value)]
     assert type(sys.modules[hook.UTILS]._cache_buf) is not workspace.RetiringCache
     return flashinfer_wsfix.status().targets[0].state
 
@@ -242,11 +202,7 @@ def renamed(source):
 def gone(source):
     def change(text):
         text = re.sub(r"\n    workspace(: [\w.]+)?,(?=\n)", "", text, count=1)
-        return text.replace(
-            "    workspace_size =",
-            "    workspace = torch.empty(0)\n    workspace_size =",
-            1,
-        )
+        return text.replace("    workspace_size =", "    workspace = torch.empty(0)\n    workspace_size =", 1)
 
     return in_fp8(source, change)
 
@@ -277,10 +233,7 @@ def resized_by_another(source):
 def nested(source):
     body = "\n    def _fit():\n        workspace.resize_(workspace_size)\n"
     return in_fp8(
-        source,
-        lambda text: GROWTH.sub(
-            rf"{body}    if workspace.numel() < workspace_size:\n        _fit()\n", text
-        ),
+        source, lambda text: GROWTH.sub(rf"{body}    if workspace.numel() < workspace_size:\n        _fit()\n", text)
     )
 
 
@@ -289,14 +242,7 @@ def asynchronous(source):
 
 
 def in_a_class(source):
-    return in_fp8(
-        source,
-        lambda text: (
-            "class Executor:\n"
-            + re.sub(r"^(?=.)", "    ", text, flags=re.MULTILINE)
-            + "\n"
-        ),
-    )
+    return in_fp8(source, lambda text: "class Executor:\n" + re.sub(r"^(?=.)", "    ", text, flags=re.MULTILINE) + "\n")
 
 
 def twice(source):
@@ -304,10 +250,7 @@ def twice(source):
 
 
 def by_keyword_only(source):
-    return in_fp8(
-        source,
-        lambda text: re.sub(r"(\n    workspace\b)", r"\n    *,\1", text, count=1),
-    )
+    return in_fp8(source, lambda text: re.sub(r"(\n    workspace\b)", r"\n    *,\1", text, count=1))
 
 
 def without_runner_names(source):
@@ -315,26 +258,12 @@ def without_runner_names(source):
 
 
 def on_an_attribute(source):
-    return in_fp8(
-        source,
-        lambda text: text.replace("workspace.resize_(", "workspace.data.resize_("),
-    )
+    return in_fp8(source, lambda text: text.replace("workspace.resize_(", "workspace.data.resize_("))
 
 
-UNKNOWN = [
-    renamed,
-    gone,
-    decorated,
-    cached,
-    resized_by_another,
-    nested,
-    asynchronous,
-    in_a_class,
-    twice,
-]
+UNKNOWN = [renamed, gone, decorated, cached, resized_by_another, nested, asynchronous, in_a_class, twice]
 UNKNOWN += [by_keyword_only, without_runner_names, on_an_attribute]
 BY_NAME = {change.__name__: change for change in UNKNOWN}
-# Runs only where it may: `lru_cache` hides a function's code from no live module, `async` from no source.
 
 
 @pytest.mark.parametrize("shape", BY_NAME)
@@ -348,37 +277,20 @@ def test_source_of_an_unknown_shape(shape):
 @fresh.process
 def test_unknown_shape_is_left_alone(shape, tmp_path):
     """One site in an unknown shape: not one of the others is wrapped, and one warning names the consequence."""
-    fresh.flashinfer(
-        "0.6.14", fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": BY_NAME[shape]})
-    )
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": BY_NAME[shape]}))
     said = fresh.listen()
     assert untouched() == "unsupported"
     lines = said.getvalue().splitlines()
-    assert (
-        len(lines) == 1
-        and lines[0].startswith("WARNING ")
-        and "freed memory" in lines[0]
-    )
+    assert len(lines) == 1 and lines[0].startswith("WARNING ") and "freed memory" in lines[0]
 
 
 @pytest.mark.parametrize(
-    "cache",
-    [
-        "collections.OrderedDict()",
-        "collections.defaultdict(list)",
-        "weakref.WeakValueDictionary()",
-        "None",
-    ],
+    "cache", ["collections.OrderedDict()", "collections.defaultdict(list)", "weakref.WeakValueDictionary()", "None"]
 )
 @fresh.process
 def test_a_cache_of_another_type(cache, tmp_path):
     def change(source):
-        return re.sub(
-            r"^_cache_buf\b.*$",
-            f"import collections, weakref\n_cache_buf = {cache}",
-            source,
-            flags=re.M,
-        )
+        return re.sub(r"^_cache_buf\b.*$", f"import collections, weakref\n_cache_buf = {cache}", source, flags=re.M)
 
     fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {"utils.py": change}))
     said = fresh.listen()
@@ -392,16 +304,10 @@ def test_a_late_module_of_an_unknown_shape_takes_the_guard_back(tmp_path):
 
     def change(source):
         return source.replace(
-            "def execute_cudnn_bf16_fp4_graph(",
-            "@functools.lru_cache\ndef execute_cudnn_bf16_fp4_graph(",
+            "def execute_cudnn_bf16_fp4_graph(", "@functools.lru_cache\ndef execute_cudnn_bf16_fp4_graph("
         )
 
-    copy = fresh.copy(
-        "0.6.14",
-        tmp_path,
-        {BF16_FP4: lambda source: "import functools\n" + change(source)},
-    )
-    # (`from __future__` imports would have to stay first; this module has none.)
+    copy = fresh.copy("0.6.14", tmp_path, {BF16_FP4: lambda source: "import functools\n" + change(source)})
     fresh.flashinfer("0.6.14", copy)
     import flashinfer_wsfix
 
@@ -409,10 +315,7 @@ def test_a_late_module_of_an_unknown_shape_takes_the_guard_back(tmp_path):
     __import__("flashinfer")
     assert flashinfer_wsfix.status().targets[0].state == "guarded"
     assert untouched() == "unsupported"
-    assert [line.split()[0] for line in said.getvalue().splitlines()] == [
-        "INFO",
-        "WARNING",
-    ]
+    assert [line.split()[0] for line in said.getvalue().splitlines()] == ["INFO", "WARNING"]
 
 
 def test_source_with_a_syntax_error():
@@ -434,14 +337,9 @@ def test_a_number_of_a_version_decides_nothing():
 def python(version):
     """Find another interpreter: on PATH, or installed beside this one."""
     found = [shutil.which(f"python{version}")]
-    found += sorted(
-        map(str, Path(sys.base_prefix).parent.glob(f"{version}*/bin/python{version}"))
-    )
+    found += sorted(map(str, Path(sys.base_prefix).parent.glob(f"{version}*/bin/python{version}")))
     for path in filter(None, found):
-        ask = subprocess.run(
-            [path, "-c", "import sys; print(*sys.version_info[:2], sep='.')"],
-            stdout=subprocess.PIPE,
-        )
+        ask = subprocess.run([path, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], stdout=subprocess.PIPE)
         if ask.stdout.decode().strip() == version:
             return path
     pytest.skip(f"there is no Python {version}")
@@ -468,22 +366,14 @@ def test_bytecode_of_other_pythons(version, tmp_path):
     shapes = {name: tmp_path / name for name in BY_NAME}
     for name, changed in shapes.items():
         (changed / "flashinfer/gemm").mkdir(parents=True)
-        (changed / "flashinfer/gemm/gemm_base.py").write_text(
-            BY_NAME[name](source_of("0.6.14"))
-        )
-    folders = [str(releases.FOLDER / release) for release in fetched] + [
-        str(path) for path in shapes.values()
-    ]
+        (changed / "flashinfer/gemm/gemm_base.py").write_text(BY_NAME[name](source_of("0.6.14")))
+    folders = [str(releases.FOLDER / release) for release in fetched] + [str(path) for path in shapes.values()]
     package = str(Path(detection.__file__).parents[1])
     ran = subprocess.run(
         [python(version), "-S", "-c", f"import sys; sys.path.insert(0, {package!r})\n{READ}", *folders],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[: len(fetched)] == [
-        repr(tuple(judged(release))) for release in fetched
-    ]
-    assert [line.split(",")[0] for line in lines[len(fetched) :]] == [
-        "('unsupported'"
-    ] * len(shapes)
+    assert lines[: len(fetched)] == [repr(tuple(judged(release))) for release in fetched]
+    assert [line.split(",")[0] for line in lines[len(fetched) :]] == ["('unsupported'"] * len(shapes)

@@ -14,16 +14,7 @@ import fresh
 GEMM, UTILS = "flashinfer.gemm", "flashinfer.utils"
 # Calls that are the host's own, passed on: their errors are the host's, and come out as they are.
 THEIRS = ("exec_module", "find_spec", "load_module")
-PLAIN = (
-    str,
-    bytes,
-    int,
-    list,
-    dict,
-    tuple,
-    set,
-    frozenset,
-)  # their methods do not fail
+PLAIN = (str, bytes, int, list, dict, tuple, set, frozenset)  # their methods do not fail
 
 
 class Injected(Exception):
@@ -41,11 +32,7 @@ class Fault:
             assert isinstance(callee, BuiltinFunctionType) or callable(callee)
             caller, name = frame, getattr(callee, "__qualname__", repr(callee))
             owner = getattr(callee, "__self__", None)
-            if (
-                owner is sys.modules["builtins"]
-                or isinstance(owner, PLAIN)
-                or isinstance(callee, type(str.join))
-            ):
+            if owner is sys.modules["builtins"] or isinstance(owner, PLAIN) or isinstance(callee, type(str.join)):
                 return
         elif event == "call" and frame.f_back is not None:
             caller, name = frame.f_back, frame.f_code.co_name
@@ -57,17 +44,12 @@ class Fault:
             return
         self.count += 1
         if self.count == self.n:
-            self.where = (
-                f"{name}, called from {caller.f_code.co_name}:{caller.f_lineno}"
-            )
+            self.where = f"{name}, called from {caller.f_code.co_name}:{caller.f_lineno}"
             raise Injected(self.where)
 
     @staticmethod
     def ours(frame):
-        return (
-            str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            == "flashinfer_wsfix"
-        )
+        return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "flashinfer_wsfix"
 
     def __enter__(self):
         import threading
@@ -85,10 +67,11 @@ class Fault:
 
 def sites_work():
     """Call every site, by position and by keyword; returns how many of them are guarded, and the state."""
-    import arguments
-    import fakes
     import torch
     from flashinfer_wsfix import guards
+
+    import arguments
+    import fakes
 
     for number, site in enumerate(arguments.SITES[:8]):
         own = sys.modules[UTILS]._get_cache_buf(f"{site}", 1 << 20, torch.device("cpu"))
@@ -98,9 +81,7 @@ def sites_work():
             assert len(graph.executions) == 1, number
     guarded = sum(guards.is_guarded(site.live()) for site in arguments.SITES[:8])
     base = sys.modules["flashinfer.gemm.gemm_base"]
-    gates = guards.is_guarded(base.fp8_gemm_sm100) + guards.is_guarded(
-        base.bf16_gemm_sm100
-    )
+    gates = guards.is_guarded(base.fp8_gemm_sm100) + guards.is_guarded(base.bf16_gemm_sm100)
     cache = "Retiring" in type(sys.modules[UTILS]._cache_buf).__name__
     assert (guarded, gates, cache) in [(0, 0, False), (8, 2, True)], "half a patch"
     return guarded
@@ -122,16 +103,7 @@ def each_fault(attempt, prepare=lambda: None):
                     attempt()
                 sites_work()
                 # One line each; what is written where even the log could not be had starts with our name.
-                if (
-                    len(
-                        re.findall(
-                            "^(?:WARNING|flashinfer-wsfix)",
-                            said.getvalue(),
-                            re.MULTILINE,
-                        )
-                    )
-                    > 1
-                ):
+                if len(re.findall("^(?:WARNING|flashinfer-wsfix)", said.getvalue(), re.MULTILINE)) > 1:
                     problem = f"more than one warning:\n{said.getvalue()}"
                 if n == 0:
                     problem = str(fault.count)
@@ -140,12 +112,7 @@ def each_fault(attempt, prepare=lambda: None):
             except BaseException:
                 problem = traceback.format_exc() + said.getvalue()
             os.write(
-                write,
-                (
-                    f"{fault.where}\n{problem}"
-                    if problem not in ("", "end") and n
-                    else problem
-                ).encode()[:60000],
+                write, (f"{fault.where}\n{problem}" if problem not in ("", "end") and n else problem).encode()[:60000]
             )
             os._exit(0)
         os.close(write)
@@ -177,9 +144,7 @@ def without_gemm():
     return undo
 
 
-@pytest.mark.parametrize(
-    "loaded", [False, True], ids=["first-import", "our-modules-loaded"]
-)
+@pytest.mark.parametrize("loaded", [False, True], ids=["first-import", "our-modules-loaded"])
 @fresh.process
 def test_activation_on_import(loaded):
     """The import hook: our own modules, wrapt, the reading of FlashInfer, the patches, the log."""
@@ -193,9 +158,7 @@ def test_activation_on_import(loaded):
             importlib.import_module("flashinfer_wsfix").activate("test")
             importlib.import_module(GEMM)
 
-        if (
-            not loaded
-        ):  # what stands before our own guard is the user's own import statement
+        if not loaded:  # what stands before our own guard is the user's own import statement
             importlib.import_module("flashinfer_wsfix")
         each_fault(attempt)
 
@@ -223,9 +186,10 @@ def test_reload_while_guarded():
 @fresh.process
 def test_calls_of_a_site(style, captured):
     """The first call of a lane, an ordinary one, one that grows it, and one after that."""
+    import torch
+
     import arguments
     import fakes
-    import torch
 
     with without_gemm():
         importlib.import_module("flashinfer_wsfix")
@@ -233,13 +197,9 @@ def test_calls_of_a_site(style, captured):
         site = arguments.SITES[4]
 
         def attempt():
-            own = sys.modules[UTILS]._cache_buf[
-                "bmm_fp8_workspace", torch.device("cpu")
-            ]
+            own = sys.modules[UTILS]._cache_buf["bmm_fp8_workspace", torch.device("cpu")]
             graph = fakes.Graph(look=False)
-            for number, size in enumerate(
-                (1 << 10, 1 << 10, (2 << 20) + 256, 1 << 10), 1
-            ):
+            for number, size in enumerate((1 << 10, 1 << 10, (2 << 20) + 256, 1 << 10), 1):
                 graph.workspace_bytes = size
                 if captured:
                     with fakes.capturing():
@@ -249,8 +209,6 @@ def test_calls_of_a_site(style, captured):
                 assert len(graph.executions) == number
 
         def prepare():
-            sys.modules[UTILS]._get_cache_buf(
-                "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
-            )
+            sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
 
         each_fault(attempt, prepare)

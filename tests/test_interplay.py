@@ -13,15 +13,7 @@ import threading
 import pytest
 
 import fresh
-from test_activation import (
-    GEMM_BASE,
-    LATE,
-    SITE,
-    UTILS,
-    assert_guarded,
-    guards_on,
-    lines,
-)
+from test_activation import GEMM_BASE, LATE, SITE, UTILS, assert_guarded, guards_on, lines
 
 
 def start(first="ours"):
@@ -121,14 +113,7 @@ def test_a_guarded_function_looks_like_the_function():
     assert guarded is not stock and inspect.unwrap(guarded) is stock
     assert inspect.signature(guarded) == inspect.signature(stock)
     assert inspect.getsource(guarded) == inspect.getsource(stock)
-    for name in (
-        "__name__",
-        "__qualname__",
-        "__module__",
-        "__doc__",
-        "__annotations__",
-        "__defaults__",
-    ):
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__", "__defaults__"):
         assert getattr(guarded, name) == getattr(stock, name)
     assert inspect.isfunction(guarded) and callable(guarded)
 
@@ -199,16 +184,15 @@ runpy.run_module("flashinfer", run_name="__main__")
 
 def compiled(guarded):
     """What a compiled caller of a site did: the executes, and whether the caller still runs after growth."""
+    import torch
+
     import arguments
     import fakes
-    import torch
 
     site = arguments.SITES[4]
     function, graph = site.live(), fakes.Graph(1 << 10, look=False)
     tensors = arguments.tensors(site)
-    own = sys.modules[UTILS]._get_cache_buf(
-        "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
-    )
+    own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
 
     def caller(x):
         function(graph, *tensors, own)
@@ -244,11 +228,12 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
     What vLLM's sleep mode allocates in its pool is unmapped later; only that it is another thread can be seen on a CPU.
     """
     package = start()
-    import arguments
-    import fakes
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    import arguments
+    import fakes
 
     made = []
 
@@ -270,20 +255,13 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
         made.append(threading.current_thread() is threading.main_thread())
         return zeros(*args, **kwargs)
 
-    own = sys.modules[UTILS]._get_cache_buf(
-        "bmm_fp8_workspace", 1 << 20, torch.device("cpu")
-    )
+    own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
     site, graph = arguments.SITES[4], fakes.Graph(look=False)
     inputs = arguments.tensors(site)
     call = site.live()
     torch.set_default_device("meta")
     torch.zeros = spy
-    with (
-        fakes.install(sys.modules["flashinfer"]),
-        Functions(),
-        Dispatch(),
-        torch.inference_mode(),
-    ):
+    with fakes.install(sys.modules["flashinfer"]), Functions(), Dispatch(), torch.inference_mode():
         for size in (1 << 10, (40 << 20) + 1):
             graph.workspace_bytes = size
             call(graph, *inputs, own)
@@ -291,34 +269,16 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
     torch.set_default_device(None)
     assert made == [False, False]
     for execution in graph.executions:
-        assert (
-            execution.workspace.device.type == "cpu"
-            and not execution.workspace.is_inference()
-        )
+        assert execution.workspace.device.type == "cpu" and not execution.workspace.is_inference()
         assert type(execution.workspace) is torch.Tensor
     assert package.status().lanes[0].generation == 2
 
 
-@pytest.mark.parametrize(
-    "version", ["1.17.*", "2.1.*", ""], ids=["1.17", "2.1", "newest"]
-)
+@pytest.mark.parametrize("version", ["1.17.*", "2.1.*", ""], ids=["1.17", "2.1", "newest"])
 def test_wrapt(version, tmp_path):
     """The oldest wrapt that we allow, one between, and the newest."""
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(tmp_path),
-    ]
-    subprocess.run(
-        [*install, f"wrapt=={version}" if version else "wrapt"],
-        check=True,
-        capture_output=True,
-    )
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*install, f"wrapt=={version}" if version else "wrapt"], check=True, capture_output=True)
     code = """
 import fresh, importlib, sys
 import test_activation, wrapt
@@ -332,13 +292,7 @@ assert copy.deepcopy(site) is site and pickle.loads(pickle.dumps(site)) is site
 assert flashinfer_wsfix.deactivate() == ()
 test_activation.assert_stock()
 """
-    path = os.pathsep.join(
-        [
-            str(tmp_path),
-            os.path.dirname(__file__),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-    )
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True,

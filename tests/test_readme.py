@@ -38,7 +38,7 @@ def test_the_ground_truth_agrees():
     assert tuple(moving) == releases.AFFECTED
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"flashinfer-wsfix (\w+)", README))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`flashinfer-wsfix (\w+)", README))))
 def test_every_command_exists(command, capsys):
     """A command that the README names has a help text."""
     with pytest.raises(SystemExit) as end:

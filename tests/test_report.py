@@ -27,51 +27,28 @@ def test_status_is_frozen_and_plain():
     with pytest.raises(AttributeError):
         status.pid = 0
     record = json.loads(json.dumps(status.as_dict()))
-    assert (
-        record["targets"][0]["sites"] == list(status.targets[0].sites)
-        and record["pid"] == os.getpid()
-    )
-    assert (status.version, status.pid, status.routes) == (
-        package.__version__,
-        os.getpid(),
-        ("import",),
-    )
+    assert record["targets"][0]["sites"] == list(status.targets[0].sites) and record["pid"] == os.getpid()
+    assert (status.version, status.pid, status.routes) == (package.__version__, os.getpid(), ("import",))
     flashinfer, vllm = status.targets
-    assert (flashinfer.name, flashinfer.version, flashinfer.state) == (
-        "flashinfer",
-        "0.6.14",
-        "guarded",
-    )
-    assert (vllm.name, vllm.version, vllm.state, vllm.sites) == (
-        "vllm",
-        None,
-        "pending",
-        (),
-    )
+    assert (flashinfer.name, flashinfer.version, flashinfer.state) == ("flashinfer", "0.6.14", "guarded")
+    assert (vllm.name, vllm.version, vllm.state, vllm.sites) == ("vllm", None, "pending", ())
     assert status.gates == ("fp8", "bf16")
-    assert (
-        status.growths,
-        status.capture_overflows,
-        status.gated_calls,
-        status.displaced_buffers,
-    ) == (0, 0, 0, 0)
+    assert (status.growths, status.capture_overflows, status.gated_calls, status.displaced_buffers) == (0, 0, 0, 0)
 
 
 @fresh.process
 def test_status_counts():
     """A lane's generations, sizes and address, and each counter, as they are."""
     package = start()
+    import torch
+
     import arguments
     import fakes
-    import torch
 
     device = torch.device("cpu")
     cache = sys.modules[UTILS]._get_cache_buf
     with fakes.install(sys.modules["flashinfer"]):
-        own, graph = (
-            cache("bmm_fp8_workspace", 1 << 20, device),
-            fakes.Graph((32 << 20) + 256),
-        )
+        own, graph = (cache("bmm_fp8_workspace", 1 << 20, device), fakes.Graph((32 << 20) + 256))
         arguments.call(arguments.SITES[4], graph, own)
         graph.workspace_bytes = (40 << 20) + 1
         arguments.call(arguments.SITES[4], graph, own)
@@ -84,26 +61,15 @@ def test_status_counts():
         status = package.status()
     (lane,) = status.lanes
     assert (lane.name, lane.device, lane.generation) == ("bmm_fp8_workspace", "cpu", 2)
-    assert (lane.nbytes, lane.retired_nbytes, lane.high_water) == (
-        80 << 20,
-        40 << 20,
-        500 << 20,
-    )
+    assert (lane.nbytes, lane.retired_nbytes, lane.high_water) == (80 << 20, 40 << 20, 500 << 20)
     assert lane.address == graph.last.data_ptr
-    assert (status.growths, status.capture_overflows, status.displaced_buffers) == (
-        1,
-        1,
-        1,
-    )
+    assert (status.growths, status.capture_overflows, status.displaced_buffers) == (1, 1, 1)
 
 
 @fresh.process
 def test_status_before_anything_is_pending():
     package = importlib.import_module("flashinfer_wsfix")
-    assert [target.state for target in package.status().targets] == [
-        "pending",
-        "pending",
-    ]
+    assert [target.state for target in package.status().targets] == ["pending", "pending"]
 
 
 @fresh.process
@@ -142,9 +108,7 @@ def test_an_applications_own_logging_is_used():
     logging.getLogger().addHandler(Keep())
     start()
     assert not said.getvalue()
-    assert [(record.name, record.levelname) for record in records] == [
-        ("flashinfer_wsfix", "INFO")
-    ]
+    assert [(record.name, record.levelname) for record in records] == [("flashinfer_wsfix", "INFO")]
 
 
 @fresh.process
@@ -155,9 +119,7 @@ def test_a_level_that_the_application_set_is_respected():
     assert not said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("level", "said_by_us"), [("INFO", 1), ("debug", 1), ("WARNING", 0), ("ERROR", 0)]
-)
+@pytest.mark.parametrize(("level", "said_by_us"), [("INFO", 1), ("debug", 1), ("WARNING", 0), ("ERROR", 0)])
 @fresh.process
 def test_the_level_of_the_variable(level, said_by_us):
     os.environ["FLASHINFER_WSFIX_LOG"] = level

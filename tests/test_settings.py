@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from flashinfer_wsfix import settings
 
 NAMES = [setting.variable for setting in settings.SETTINGS]
@@ -16,10 +15,7 @@ def unset(monkeypatch):
 
 
 def test_defaults():
-    assert settings.read() == (
-        settings.Settings("on", 40 << 20, ("fp8", "bf16"), True, "used", False, "INFO"),
-        [],
-    )
+    assert settings.read() == (settings.Settings("on", 40 << 20, ("fp8", "bf16"), True, "used", False, "INFO"), [])
 
 
 @pytest.mark.parametrize(
@@ -38,12 +34,7 @@ def test_defaults():
         ("_VLLM", "no", "vllm", False),
         ("_PRESIZE", "ALL", "presize", "all"),
         ("_PRESIZE", "off", "presize", ()),
-        (
-            "_PRESIZE",
-            "mm_bf16_workspace,bmm_fp8_workspace",
-            "presize",
-            ("bmm_fp8_workspace", "mm_bf16_workspace"),
-        ),
+        ("_PRESIZE", "mm_bf16_workspace,bmm_fp8_workspace", "presize", ("bmm_fp8_workspace", "mm_bf16_workspace")),
         ("_STRICT", "1", "strict", True),
         ("_LOG", "warning", "log", "WARNING"),
     ],
@@ -56,18 +47,7 @@ def test_what_a_variable_takes(monkeypatch, variable, text, field, value):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "nonsense",
-        "-1",
-        "1.5",
-        "fp8,nonsense",
-        ",",
-        "0x1",
-        "1e3",
-        "65537",
-        "\N{PILE OF POO}",
-    ],
+    "text", ["nonsense", "-1", "1.5", "fp8,nonsense", ",", "0x1", "1e3", "65537", "\N{PILE OF POO}"]
 )
 @pytest.mark.parametrize("variable", NAMES)
 def test_nonsense_is_named_and_the_default_used(monkeypatch, variable, text):
@@ -90,9 +70,7 @@ def test_an_unknown_variable_is_named(monkeypatch):
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE", "64")
     config, complaints = settings.read()
     assert config.workspace_bytes == 40 << 20
-    assert len(complaints) == 1 and complaints[0].startswith(
-        "FLASHINFER_WSFIX_WORKSPACE "
-    )
+    assert len(complaints) == 1 and complaints[0].startswith("FLASHINFER_WSFIX_WORKSPACE ")
 
 
 def test_defaults_are_written_as_one_would_write_them(monkeypatch):

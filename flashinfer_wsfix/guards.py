@@ -85,7 +85,13 @@ def site_guard(position: int, parameter: str) -> Wrapper:
                 return wrapped(*args, **{**kwargs, parameter: buffer})
             except workspace.Overflow as overflow:
                 size = overflow.size
-            buffer = uncompiled(lane.buffer_for)(size, tensor)
+            try:
+                buffer = uncompiled(lane.buffer_for)(size, tensor)
+            except RuntimeError:  # torch has no memory: FlashInfer's own call would say the same
+                raise
+            except Exception as error:
+                _unguarded(error)
+                return wrapped(*args, **kwargs)
 
     return wsfix_site
 
@@ -103,12 +109,16 @@ def _lane_of(tensor: object) -> workspace.Lane | None:
     try:
         return workspace.lane_of(tensor)
     except Exception as error:
-        report.warn_once(
-            "lane_of",
-            f"a cuDNN GEMM runs UNGUARDED, because of an error of flashinfer-wsfix ({error!r}): CUDA graphs may replay"
-            " against freed memory. Please report it.",
-        )
+        _unguarded(error)
         return None
+
+
+def _unguarded(error: Exception) -> None:
+    report.warn_once(
+        "unguarded",
+        f"a cuDNN GEMM runs UNGUARDED, because of an error of flashinfer-wsfix ({error!r}): CUDA graphs may replay"
+        " against freed memory. Please report it.",
+    )
 
 
 def observer(position: int, parameter: str) -> Wrapper:

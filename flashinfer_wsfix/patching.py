@@ -17,8 +17,18 @@ _modes: dict[str, str] = {}
 def refresh(target: str) -> None:
     """Judge a target as it is imported now, and bring its patches up to date: after an import, a reload, or a call.
 
-    Settings are read here. An error leaves the target as it was, and is the caller's to report.
+    Settings are read here. An error leaves nothing of the target wrapped, and is the caller's to report: after a reload
+    that we could not look at, some of what was wrapped is gone.
     """
+    try:
+        _refresh(target)
+    except BaseException:
+        with report.lock:
+            undo(target)
+        raise
+
+
+def _refresh(target: str) -> None:
     config, complaints = settings.read()
     report.set_level(config.log)
     for complaint in complaints:

@@ -154,7 +154,7 @@ def record_failure(target: str, error: BaseException) -> None:
         " if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
     )
     for known in [target] if target in verdicts else list(verdicts):
-        if verdicts[known].state != "guarded":
+        if known == target or verdicts[known].state != "guarded":
             verdicts[known] = Verdict("failed", reason)
     warn_once(("failed", name), f"{reason}. Please report it.")
 

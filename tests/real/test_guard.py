@@ -443,7 +443,8 @@ def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(gemm, flashinfe
     profiles = {tuple(tensor.shape for tensor in execution.variant_pack.values()) for execution in tuned}
     assert len(tuned) > 10
     assert len(profiles) > 1
-    assert len([size for size in made if size == FIRST]) <= len(profiles) + 1
+    # At most one for the clones of each tactic (0.6.16 clones anew for each), and the lane's own.
+    assert len([size for size in made if size == FIRST]) <= len(profiles) * graph.plans + 1
     assert guard.status().capture_overflows == 0
     [lane] = guard.status().lanes
     assert (lane.name, lane.address) == (f"{gemm.__name__}_workspace", graph.last.data_ptr)

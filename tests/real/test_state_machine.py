@@ -119,7 +119,7 @@ class Server(RuleBasedStateMachine):
             self.counters["growths"] += bool(self.generations[key])
             self.generations[key].append((None, self.next_size(key, size)))
             return "generation", self.generations[key][-1][1]
-        if size <= self.own[key][2]:
+        if size <= self.own[key][2] and not self.generations[key]:
             return "own", self.own[key][2]
         self.counters["capture_overflows"] += capturing
         return ("out of memory", None) if (0 if capturing else 1) in shortage else ("call-local", size)

@@ -57,34 +57,25 @@ def site_guard(position: int, parameter: str) -> Wrapper:
     """Make the wrapper of a site that takes its workspace as ``parameter``, at ``position``."""
 
     def wsfix_site(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The ordinary call: one attribute read on the tensor, one on its lane, one list copy. What comes after is
-        # outside of the except blocks, so that an exception of the site has no context of ours.
-        arguments: list[Any] | None = list(args)
-        try:
-            arguments[position] = args[position]._wsfix_lane.current  # type: ignore[index]
-        except (IndexError, AttributeError):  # by keyword, or the first time that this tensor is seen
-            arguments = None
-        if arguments is not None:
-            try:
-                return wrapped(*arguments, **kwargs)
-            except workspace.Overflow:
-                pass
-        return wsfix_choose_buffer(wrapped, args, kwargs)
-
-    def wsfix_choose_buffer(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The ordinary call: one attribute read on the tensor, one on its lane, one copy of the arguments.
         by_position = len(args) > position
         tensor = args[position] if by_position else kwargs.get(parameter)
-        lane = uncompiled(_lane_of)(tensor)
+        lane = getattr(tensor, workspace.ATTRIBUTE, None)
         if lane is None:
-            return wrapped(*args, **kwargs)
+            lane = uncompiled(_lane_of)(tensor)
+            if lane is None:
+                return wrapped(*args, **kwargs)
         buffer = lane.current
         while True:
             try:
                 if by_position:
-                    return wrapped(*args[:position], buffer, *args[position + 1 :], **kwargs)
+                    arguments = list(args)
+                    arguments[position] = buffer
+                    return wrapped(*arguments, **kwargs)
                 return wrapped(*args, **{**kwargs, parameter: buffer})
             except workspace.Overflow as overflow:
                 size = overflow.size
+            # Outside of the except block, so that an exception of the site has no context of ours.
             try:
                 buffer = uncompiled(lane.buffer_for)(size, tensor)
             except RuntimeError:  # torch has no memory: FlashInfer's own call would say the same
@@ -206,8 +197,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
         make = observer
         verdict = verdict._replace(
             state="observing",
-            reason=f"FlashInfer {version} moves its cuDNN workspace at {len(verdict.sites)} sites; moves are logged and"
-            " NOTHING is guarded",
+            reason=f"FlashInfer {version} moves its cuDNN workspace; each move is logged and NOTHING is guarded",
         )
     patches = []
 

@@ -8,6 +8,7 @@ import ast
 import dis
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -88,6 +89,7 @@ def _with_nested(module: str, name: str, code: CodeType | None, direct: bool) ->
         yield from _with_nested(module, f"{name}.{inner.co_name}", inner, False)
 
 
+@lru_cache(maxsize=64)  # a site is asked for when it is judged and when it is wrapped
 def resized(code: CodeType) -> list[str]:
     """Name what ``resize_`` is called on: a local name, ``.attribute`` for an attribute, "" for anything else.
 

@@ -81,7 +81,7 @@ def site_guard(position: int, parameter: str) -> Wrapper:
             except RuntimeError:  # torch has no memory: FlashInfer's own call would say the same
                 raise
             except Exception as error:
-                _unguarded(error)
+                unguarded("a cuDNN GEMM", error)
                 return wrapped(*args, **kwargs)
 
     return wsfix_site
@@ -100,15 +100,16 @@ def _lane_of(tensor: object) -> workspace.Lane | None:
     try:
         return workspace.lane_of(tensor)
     except Exception as error:
-        _unguarded(error)
+        unguarded("a cuDNN GEMM", error)
         return None
 
 
-def _unguarded(error: Exception) -> None:
+def unguarded(what: str, error: Exception) -> None:
+    """Say once that the host's own code runs instead of ours."""
     report.warn_once(
-        "unguarded",
-        f"a cuDNN GEMM runs UNGUARDED, because of an error of flashinfer-wsfix ({error!r}): CUDA graphs may replay"
-        " against freed memory. Please report it.",
+        ("unguarded", what),
+        f"{what} runs UNGUARDED, because of an error of flashinfer-wsfix ({error!r}): CUDA graphs may replay against"
+        " freed memory. Please report it.",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from . import report, settings, workspace
 from .detection import Verdict, live_functions, parameters, resized
-from .guards import Guard, Patch, Wrapper, is_guarded, is_sm12x, observed
+from .guards import Guard, Patch, Wrapper, is_guarded, is_sm12x, observed, unguarded
 from .hook import UTILS
 from .sites import LANES, SM100_WORKSPACE, WARMUP
 
@@ -53,13 +53,16 @@ def _state_of(instance: Any) -> _State:
 def workspace_guard(ensure_size: FunctionType) -> Wrapper:
     """Make the wrapper that lets ``SM100Workspace.ensure_size`` say what it needs, and grows by a lane's rules."""
 
-    def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = _state_of(instance)
+    def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            state = _state_of(instance)
+        except Exception as error:
+            unguarded(f"vLLM's {SM100_WORKSPACE[1]}", error)
+            return wrapped(*args, **kwargs)
         if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
             instance._workspace_buf, state.local = state.published, None
         try:
-            ensure_size(_Asking(instance), *args, **kwargs)
-            return
+            return ensure_size(_Asking(instance), *args, **kwargs)
         except workspace.Overflow as overflow:
             size = overflow.size
         buffer = state.lane.buffer_for(size, instance._workspace_buf)
@@ -71,6 +74,7 @@ def workspace_guard(ensure_size: FunctionType) -> Wrapper:
             elif newest.data_ptr() != state.published.data_ptr():
                 # Not `buffer`: another thread may have grown the lane further since.
                 instance._workspace_buf = state.published = newest.detach()
+        return None
 
     return wsfix_ensure_size
 

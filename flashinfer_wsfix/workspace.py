@@ -107,8 +107,8 @@ class Lane:
 
         Grows the lane, unless the current stream is capturing: a buffer made then would live in that graph's private
         pool and its zero-fill would only be recorded, so nothing made then is published. What is left in that case, or
-        where growing fails, is FlashInfer's own buffer, if the lane has no generation yet and it is large enough, else a
-        call-local one. Raises torch.OutOfMemoryError where there is no memory for that either.
+        where growing fails, is FlashInfer's own buffer, if the lane has no generation yet and it is large enough, else
+        a call-local one. Raises torch.OutOfMemoryError where there is no memory for that either.
         """
         scratch = self.name == SCRATCH
         capturing = is_capturing(self.device)

@@ -6,10 +6,11 @@
 from itertools import groupby
 from pathlib import Path
 
-import hosts
-import releases
 from flashinfer_wsfix import detection, hook, settings
 from flashinfer_wsfix.sites import DEFECTS, GATES, SM100_WORKSPACE
+
+import hosts
+import releases
 
 # What the table says of a defect of FlashInfer's, by detection's state. D2 and D3 are in every release, but only where
 # sites are guarded is the workspace zeroed and the gate in.

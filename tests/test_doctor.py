@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashinfer_wsfix import doctor
 
 import hosts
 import releases
-from flashinfer_wsfix import doctor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashinfer_wsfix"
@@ -392,7 +392,7 @@ def test_flashinfer_is_really_imported_in_a_child(affected: Environment, plugin:
 
 
 def test_guard_that_fails_when_tried(environment: Environment) -> None:
-    """By its source this FlashInfer can be guarded; imported, its cache is of an unknown kind. What was tried counts."""
+    """By its source this FlashInfer can be guarded; imported, its cache is of an unknown kind. The trial counts."""
     environment.add(SITE_PACKAGES)  # torch
     folder = environment.site_packages / "flashinfer"
     (folder / "gemm").mkdir(parents=True)

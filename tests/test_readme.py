@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from flashinfer_wsfix import __version__
+from flashinfer_wsfix.__main__ import main
 
 import releases
 import tables
-from flashinfer_wsfix import __version__
-from flashinfer_wsfix.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

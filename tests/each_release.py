@@ -1,4 +1,4 @@
-"""Run the tests: each release of FlashInfer in a process of its own, two at a time.
+"""Run the tests in processes of their own, two at a time: each release of FlashInfer, and each file of other tests.
 
 ``python tests/each_release.py default [pytest arguments]`` runs `tests/real` on six releases, and all other tests once;
 ``affected`` runs `tests/real` on every affected release. The last line adds all of them up.
@@ -14,32 +14,32 @@ from pathlib import Path
 import releases
 
 TESTS = Path(__file__).parent
-NO_RELEASE = "none: the tests outside tests/real"
+OTHERS = [path.name for path in (TESTS / "startup", *sorted(TESTS.glob("test_*.py")))]  # the longest first
 TAIL = 60  # lines of a run that failed
 
 
-def run(release: str, options: list[str]) -> tuple[Counter[str], str]:
-    """Return how many tests ended how, and what to print of it."""
-    what = [str(TESTS)] if release == NO_RELEASE else ["--flashinfer", release, str(TESTS / "real")]
+def run(name: str, options: list[str]) -> tuple[Counter[str], str]:
+    """Run the tests of a release or of a file; return how many ended how, and what to print of it."""
+    what = [str(TESTS / name)] if name in OTHERS else ["--flashinfer", name, str(TESTS / "real")]
     command = [sys.executable, "-m", "pytest", "-q", *what, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.strip().splitlines() or [""]
     counts = Counter({word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped)", lines[-1])})
     counts["failed"] += sum(int(number) for number in re.findall(r"(\d+) errors?\b", lines[-1]))
-    if not counts["failed"] and (done.returncode or not counts["passed"]):
+    if not counts["failed"] and (done.returncode or not counts["passed"] + counts["skipped"]):
         counts["failed"] = 1  # broken off, or nothing ran
     return counts, "\n".join(lines[-TAIL:] if counts["failed"] else lines[-1:])
 
 
 def main(which: str, options: list[str]) -> int:
     total: Counter[str] = Counter()
-    runs = [NO_RELEASE] * (which == "default") + list(releases.LISTS[which])
+    runs = [*(OTHERS if which == "default" else ()), *releases.LISTS[which]]
     with ThreadPoolExecutor(2) as pool:
-        running = {pool.submit(run, release, options): release for release in runs}
+        running = {pool.submit(run, name, options): name for name in runs}
         for future in as_completed(running):
             counts, output = future.result()
             total += counts
-            print(f"--- FlashInfer {running[future]}\n{output}", flush=True)
+            print(f"--- {running[future]}\n{output}", flush=True)
     skipped = f", {total['skipped']} skipped" if total["skipped"] else ""
     print(f"{total['passed']} passed, {total['failed']} failed{skipped}")
     return 1 if total["failed"] else 0

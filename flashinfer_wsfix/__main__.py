@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import NoReturn
 
+from . import __version__
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -13,6 +15,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     about = "Keeps FlashInfer's cuDNN GEMM workspace where captured CUDA graphs expect it."
     parser = _Parser(prog="flashinfer-wsfix", description=about)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     doctor = commands.add_parser("doctor", help="say whether this environment is affected and guarded, and what to do")
     demo = commands.add_parser("demo", help="show the crash and the fix on the installed FlashInfer")

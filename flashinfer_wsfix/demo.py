@@ -50,7 +50,7 @@ SENTINEL = 0xA5  # what fills the tensor of the other owner
 
 HARMED = 3  # exit code of a child whose replay overwrote the other tensor
 OVERWROTE = "overwrote another tensor"
-INSTALL = "pip install --no-deps flashinfer-python==0.6.18.post1"
+TO_SEE = "To see it, run the one-line demo of the README, which brings an affected FlashInfer of its own."
 # The parent's own search path: the child finds the same FlashInfer, whatever folder it is started in.
 CHILD = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import take_steps; take_steps()"
 
@@ -63,12 +63,11 @@ def run(as_json: bool) -> int:
     """
     result: dict[str, Any] = {"flashinfer": None, "device": None, "shown": False, "sentence": "", "children": {}}
     verdict = judge_installed()
-    to_see = f"To see it, in an environment of its own: {INSTALL}"
     code = 1
     if verdict is None:
-        result["sentence"] = f"FlashInfer is not installed for {sys.executable}, so nothing can be shown. {to_see}"
+        result["sentence"] = f"FlashInfer is not installed for {sys.executable}, so nothing can be shown. {TO_SEE}"
     elif verdict.state != "guarded":
-        result["sentence"] = f"Nothing to show: {verdict.reason}. {to_see}"
+        result["sentence"] = f"Nothing to show: {verdict.reason}. {TO_SEE}"
         code = int(verdict.state == "unsupported")
     elif find_spec("torch") is None:
         result["sentence"] = f"PyTorch is not installed for {sys.executable}: install it to see the demo"

@@ -20,9 +20,10 @@ from .sites import GATES, SITES
 MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
 PARAMETERS = {site.parameter for site in SITES}
 NOT_PLAIN = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
-# What each upstream fix leaves behind in the functions that execute a cuDNN graph.
 EXECUTES = {"execute", "execute_plan_at_index"}
+# What each upstream fix leaves behind in the functions that execute a cuDNN graph, and what was there before 0.6.12.
 FIXES = (("_gemm_workspace_at_least", "#4666"), ("_grow_workspace", "#4399"), ("zeros", "#4553"))
+CALL_LOCAL = "empty"
 
 
 class Verdict(NamedTuple):
@@ -42,11 +43,18 @@ class Function(NamedTuple):
     direct: bool
 
 
+def _layers(value: Any) -> Iterator[Any]:
+    """List an object and what it was put around. An object that answers to every name has no end."""
+    for _ in range(64):
+        yield value
+        if not hasattr(value, "__wrapped__"):
+            return
+        value = value.__wrapped__
+
+
 def guard_in(value: Any) -> Any:
     """Return the guard of ours that ``value`` is, or that stands somewhere below it, or None."""
-    while value is not None and not getattr(type(value), "is_wsfix_guard", False):
-        value = getattr(value, "__wrapped__", None)
-    return value
+    return next((layer for layer in _layers(value) if getattr(type(layer), "is_wsfix_guard", False)), None)
 
 
 def live_functions(module: ModuleType) -> Iterator[Function]:
@@ -57,16 +65,13 @@ def live_functions(module: ModuleType) -> Iterator[Function]:
         guard = guard_in(value)
         if guard is not None:
             value = guard.__wrapped__
-        direct = type(value) is FunctionType
         if isinstance(value, type):
             for member in vars(value).values():
                 yield from _with_nested(module.__name__, name, getattr(member, "__code__", None), False)
             continue
-        while not hasattr(value, "__code__") and hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        while hasattr(value, "__wrapped__"):  # functools.wraps: the decorator's own code says nothing
-            value, direct = value.__wrapped__, False
-        yield from _with_nested(module.__name__, name, getattr(value, "__code__", None), direct)
+        *_, innermost = _layers(value)  # the code of a decorator says nothing
+        direct = type(value) is FunctionType and innermost is value
+        yield from _with_nested(module.__name__, name, getattr(innermost, "__code__", None), direct)
 
 
 def source_functions(module: str, source: str) -> Iterator[Function]:
@@ -81,8 +86,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
-def _with_nested(module: str, name: str, code: CodeType | None, direct: bool) -> Iterator[Function]:
-    if code is None:
+def _with_nested(module: str, name: str, code: object, direct: bool) -> Iterator[Function]:
+    if not isinstance(code, CodeType):
         return
     yield Function(module, name, code, direct)
     for inner in _nested(code):
@@ -135,20 +140,29 @@ def _problem(site: Function) -> str | None:
     return None
 
 
+def _unknown(function: Function) -> str | None:
+    """Say whether a function grows a workspace in a way that is neither a site's nor a known harmless one."""
+    names = set(function.code.co_names)
+    grows = "numel" in names and names & EXECUTES and PARAMETERS & set(parameters(function.code))
+    if not grows or names & {"resize_", CALL_LOCAL, *(mark for mark, _ in FIXES)}:
+        return None
+    return f"{function.module}.{function.name} grows its workspace by other means"
+
+
 def judge(functions: list[Function], version: str) -> Verdict:
     """Judge one FlashInfer by the functions of the modules that hold sites; ``version`` is for the sentence alone."""
     flashinfer = f"FlashInfer {version}"
     sites = [function for function in functions if "resize_" in function.code.co_names]
-    problems = [problem for problem in map(_problem, sites) if problem]
-    for gate in GATES:
+    problems = [problem for problem in (*map(_problem, sites), *map(_unknown, functions)) if problem]
+    for gate in GATES if sites else ():
         for function in functions:
             known = function.direct and gate.parameter in parameters(function.code)
             if (function.module, function.name) == (gate.module, gate.function) and not known:
                 problems.append(f"{gate.module}.{gate.function} does not take {gate.parameter!r}")
-    if sites and problems:
+    if problems:
         return Verdict(
             "unsupported",
-            f"{flashinfer} moves its cuDNN workspace in a way that flashinfer-wsfix does not know ({problems[0]}):"
+            f"{flashinfer} grows its cuDNN workspace in a way that flashinfer-wsfix does not know ({problems[0]}):"
             " nothing is guarded, and CUDA graphs may replay against freed memory",
         )
     if sites:
@@ -160,7 +174,7 @@ def judge(functions: list[Function], version: str) -> Verdict:
             return Verdict(
                 "not-needed", f"{flashinfer} grows its cuDNN workspace without moving it (upstream {request})"
             )
-    return Verdict("not-affected", f"{flashinfer} is from before the defect: its cuDNN workspace never moves")
+    return Verdict("not-affected", f"{flashinfer} has no site that moves its cuDNN workspace")
 
 
 def judge_installed() -> Verdict | None:

@@ -19,6 +19,7 @@ source, and what has to be tried is tried in children with a time limit. A probe
 import json as jsonlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -40,6 +41,7 @@ CUDNN_FIXED = (9, 23, 1)  # the first backend without D3
 GATED_RUNNERS = ("CudnnFp8GemmRunner", "CudnnBf16GemmRunner")  # as auto-tune caches name what the gate takes out
 APPLIES, ABSENT, UNKNOWN = "applies", "does not apply", "unknown"
 ENABLE = "`flashinfer-wsfix enable` in this environment, then restart the server"
+INSTALL = "Install flashinfer-wsfix in this environment, as its README says"
 WIDTH = 79
 
 ENVIRONMENT = {
@@ -255,6 +257,7 @@ class Activation(NamedTuple):
     plugins: dict[str, bool]  # by package of an installed server: whether its workers are, by our plugin
     fresh: dict[str, Any]  # the answer to _FRESH, empty where there was none
     real: Verdict | None  # on FlashInfer, after a child imported it
+    untried: str  # why no child could import it
 
     def covers(self, package: str | None = None) -> bool:
         """Say whether the workers of the server ``package`` are activated; None: of all servers that are installed."""
@@ -300,16 +303,17 @@ def _activation(moving: bool) -> Activation:
             plugins[host.package] = loads
             loads_or_not = "loads" if loads else "does NOT load"
             tell(f"workers of {host.name}", loads, ["plugin"] * loads, f"{host.name} {loads_or_not} our plugin")
-    real = None
+    real, untried = None, ""
     if moving and (everywhere or any(plugins.values())):
-        where = "a process that imports FlashInfer"
+        where = "a process that imports FlashInfer" if everywhere else "a worker that imports FlashInfer"
         try:
             group = next((host.group for host in HOSTS if plugins.get(host.package)), "")
             real = Verdict(**_python(_IMPORT, group, seconds=120))
             tell(where, real.state == "guarded", [], real.reason)
         except NoAnswer as why:
-            tell(where, None, [], f"could not be tried, the import fails here: {why}")
-    return Activation(rows, everywhere, plugins, fresh, real)
+            untried = f"FlashInfer could not be imported here ({why})"
+            tell(where, None, [], untried)
+    return Activation(rows, everywhere, plugins, fresh, real, untried)
 
 
 # --- defects ----------------------------------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ def _d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judgement
         return (APPLIES, guarded, moves), (APPLIES, guarded, starts)
     if verdict.state == "unsupported":
         return (APPLIES, False, verdict.reason), (APPLIES, False, "as D1: nothing is guarded")
-    left = "its workspaces do not start zeroed either; upstream leaves it so, and so does flashinfer-wsfix"
+    left = "its workspaces do not start zeroed; whether that alone does harm is not known, and nothing is done about it"
     return (ABSENT, False, verdict.reason), (UNKNOWN, False, left)
 
 
@@ -383,14 +387,17 @@ def _unguarded(activation: Activation, config: settings.Settings) -> Iterator[Fi
         yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX}.")
     if util.find_spec("wrapt") is None:
         yield Finding("wrapt missing", True, "wrapt is not installed: nothing can be guarded.", "`pip install wrapt`.")
-    if activation.real and activation.real.state not in ("guarded", "observing", "disabled"):
+    elif activation.real and activation.real.state not in ("guarded", "observing", "disabled"):
         advice = "Upgrade to FlashInfer 0.7.0 or newer, or report it with this output."
         yield Finding("guard failed", True, f"{activation.real.reason}.", advice)
+    elif activation.untried:
+        advice = "Make `import flashinfer` work here, or run the doctor where the server runs."
+        yield Finding("not tried", False, f"{activation.untried}: that it gets guarded is not verified.", advice)
     if activation.everywhere:
         return
     if activation.fresh and not activation.fresh["installed"]:
         sentence = "flashinfer-wsfix is not installed in this environment: new processes do not find it."
-        yield Finding("not installed", True, sentence, f"`pip install flashinfer-wsfix` here. Then run {ENABLE}.")
+        yield Finding("not installed", True, sentence, f"{INSTALL}. Then run {ENABLE}.")
     elif activation.covers():
         sentence = "Only the plugin activates flashinfer-wsfix here: other programs than these servers are unguarded."
         yield Finding("plugin only", False, sentence, f"Nothing to do for these servers. For others run {ENABLE}.")
@@ -434,7 +441,7 @@ def _start_up(activation: Activation, affected: bool) -> Iterator[Finding]:
     for file in filter(Path.is_file, (Path(folder, START_UP_FILE) for folder in activation.fresh["folders"])):
         if not activation.fresh["importable"]:
             sentence = f"{file} is left over: it does nothing, since {NAME} cannot be imported there."
-            advice = f"`pip install flashinfer-wsfix` here if this environment needs it, else `rm {file}`."
+            advice = f"{INSTALL} if it is needed here, else `rm {file}`."
             yield Finding("orphaned start-up file", unguarded, sentence, advice)
         elif not activation.everywhere:
             yield Finding("idle start-up file", unguarded, f"{file} does not activate anything.", f"Run {ENABLE}.")
@@ -461,6 +468,20 @@ def _sitecustomize(folder: Path) -> Iterator[Path]:
 
 def _mentions_us(file: Path) -> bool:
     return NAME in file.read_text(encoding="utf-8", errors="replace")
+
+
+def _removal(judged: dict[str, Judgement], verdict: Verdict | None, activation: Activation) -> Iterator[Finding]:
+    """Say when the package can go, or has something to do only where a GPU is."""
+    if verdict is None or verdict.state not in ("not-needed", "not-affected"):
+        return
+    if judged["D4"][0] == ABSENT and activation.everywhere:
+        sentence = "flashinfer-wsfix is active here and no longer needed."
+        yield Finding(
+            "not needed", False, sentence, "`flashinfer-wsfix disable`, then `pip uninstall flashinfer-wsfix`."
+        )
+    elif judged["D4"][0] == UNKNOWN and not activation.covers("vllm"):
+        sentence = "If this environment serves with CUTLASS MLA on SM100 GPUs, D4 is NOT guarded."
+        yield Finding("D4 unguarded", False, sentence, f"In that case run {ENABLE}.")
 
 
 def _settings(complaints: list[str], environment: dict[str, Any]) -> Iterator[Finding]:
@@ -524,7 +545,7 @@ def collect() -> dict[str, Any]:
     if verdict is not None:
         environment["flashinfer"] = environment["flashinfer"] or "of unknown version"
     moving = verdict is not None and bool(verdict.sites)
-    activation = probe("activation", lambda: _activation(moving), Activation([], False, {}, {}, None))
+    activation = probe("activation", lambda: _activation(moving), Activation([], False, {}, {}, None, ""))
     able = config.mode == "on" and util.find_spec("wrapt") is not None
     able = able and (activation.real is None or activation.real.state == "guarded")
     d1, d2 = _d1_d2(verdict, able and activation.covers())
@@ -540,6 +561,7 @@ def collect() -> dict[str, Any]:
     if moving or (judged["D4"][0] == APPLIES and config.vllm):
         findings += find("activation", lambda: _unguarded(activation, config))
     findings += find("start-up files", lambda: _start_up(activation, affected))
+    findings += find("removal", lambda: _removal(judged, verdict, activation))
     findings += find("settings", lambda: _settings(complaints, environment))
     if judged["D3"][0] == APPLIES:
         findings += find("auto-tune caches", _cached_runners)
@@ -564,10 +586,12 @@ def _overall(verdict: Verdict | None, judged: dict[str, Judgement], activation: 
         affected = f"This machine is affected ({', '.join(names)})"
         if exposed:
             return f"{affected} and NOT guarded{'' if exposed == names else ' against ' + ', '.join(exposed)}."
+        if activation.untried:
+            return f"{affected} and set up to be guarded, which could not be tried: FlashInfer's import fails here."
         return f"{affected} and guarded{'' if activation.everywhere else ', by the plugin'}."
     unsure = [name for name in ("D3", "D4") if judged[name][0] == UNKNOWN]
     if unsure:
-        return f"This machine is not known to be affected; of {' and '.join(unsure)} it could not be told."
+        return f"No defect is known to apply here; whether {' or '.join(unsure)} does could not be told."
     if verdict is None:
         return "FlashInfer is not installed here: nothing is to be guarded, and a crash here has another cause."
     return "This machine is not affected: flashinfer-wsfix can be removed here, and a crash here has another cause."
@@ -578,7 +602,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
     def wrap(first: str, text: str) -> list[str]:
         rest = " " * len(first)
-        return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+        # A command stays whole, to be copied: its blanks are no blanks while the text is wrapped.
+        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+        lines = textwrap.wrap(
+            whole, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+        )
+        return [line.replace("\0", " ") for line in lines]
 
     yield from wrap("", found["sentence"])
     yield from ("", "Environment")

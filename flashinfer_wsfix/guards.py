@@ -187,7 +187,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     if verdict.state != "guarded":
         return verdict, [], version
     cache = getattr(sys.modules.get(UTILS), "_cache_buf", None)
-    if type(cache) not in (dict, workspace.RetiringCache):
+    if type(cache) is not dict and not getattr(type(cache), "is_wsfix_cache", False):
         reason = (
             f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know: nothing is"
             " guarded, and CUDA graphs may replay against freed memory"

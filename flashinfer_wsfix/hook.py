@@ -115,10 +115,11 @@ def _failed(target: str, error: Exception) -> None:
 
         report.record_failure(target, error)
     except Exception:
-        sys.stderr.write(
-            f"flashinfer-wsfix: {target} is NOT guarded, because of an error of ours ({error!r}); it runs as if"
-            " flashinfer-wsfix were not installed.\n"
-        )
+        if sys.stderr is not None:
+            sys.stderr.write(
+                f"flashinfer-wsfix: {target} is NOT guarded, because of an error of ours ({error!r}); it runs as if"
+                " flashinfer-wsfix were not installed.\n"
+            )
 
 
 def _is_strict() -> bool:
@@ -137,7 +138,7 @@ class _Finder:
         # Only those after us: one that was put before us may itself ask all that come after it.
         for finder in finders[finders.index(self) + 1 :] if self in finders else ():
             find_spec = getattr(finder, "find_spec", None)
-            spec = find_spec(name, path, target) if find_spec else None
+            spec = find_spec(name, path, target) if find_spec and finder is not self else None
             if spec is not None:
                 try:
                     _tell(spec)
@@ -166,7 +167,7 @@ def _tell(spec: "Any") -> None:
         spec = object.__getattribute__(module, "__spec__")
         if is_lazy(module):  # only made ready: another loader executes it when it is used
             _tell(spec)
-        elif spec.name in WATCHED:
+        elif getattr(spec, "name", None) in WATCHED:
             _loaded(spec.name)
 
     exec_module.tells_wsfix = True  # type: ignore[attr-defined]

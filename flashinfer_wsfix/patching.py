@@ -102,6 +102,8 @@ def undo(target: str) -> list[str]:
             patch.original.update(patch.replacement)
         if current is patch.replacement:
             setattr(patch.owner, patch.name, patch.original)
+        elif isinstance(patch.replacement, workspace.RetiringCache):  # of a module that was reloaded since
+            workspace.RetiringCache.retired.extend(patch.replacement.values())
         elif guards.is_guarded(current):
             left.append(patch)  # for the next time: by then the other tool may be gone
             where = f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}"

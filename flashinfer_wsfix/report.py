@@ -156,7 +156,9 @@ def record_failure(target: str, error: BaseException) -> None:
     for known in [target] if target in verdicts else list(verdicts):
         if known == target or verdicts[known].state != "guarded":
             verdicts[known] = Verdict("failed", reason)
-    warn_once(("failed", name), f"{reason}. Please report it.")
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    advice = f"`pip install {missing}` in this environment" if missing else "Please report it"
+    warn_once(("failed", name), f"{reason}. {advice}.")
 
 
 def warn_once(key: object, sentence: str) -> None:
@@ -186,8 +188,8 @@ def moved(
 
 def _caller() -> str:
     frame = sys._getframe(1)
-    ours = frame.f_globals["__name__"].partition(".")[0]
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == ours:
+    between = (__package__, "torch", "wrapt")  # torch: where dynamo keeps from compiling us
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

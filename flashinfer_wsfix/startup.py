@@ -41,15 +41,15 @@ def start():
 )
 _START_MODULE_FILE = "_flashinfer_wsfix_start.py"
 
-# Run in a fresh interpreter: silent where the start-up file has activated it, else the reason why not.
+# Run in a fresh interpreter: ends well where the start-up file has activated it and it can guard, else says why not.
 _CHECK = """
 import sys
 hook = sys.modules.get("flashinfer_wsfix.hook")
+try:
+    import flashinfer_wsfix, wrapt
+except BaseException as error:
+    sys.exit("%s: %s" % (type(error).__name__, error))
 if hook is None or "start-up file" not in hook.routes:
-    try:
-        import flashinfer_wsfix
-    except BaseException as error:
-        sys.exit("%s: %s" % (type(error).__name__, error))
     sys.exit("it does not read start-up files there")
 """
 
@@ -76,6 +76,8 @@ def bootstrap_folder() -> str:
 
 def launch(argv: "list[str]") -> int:
     """Become the command ``argv``, with our ``sitecustomize`` first on ``PYTHONPATH``. Returns only if that fails."""
+    if argv[:1] == ["--"]:
+        argv = argv[1:]
     if not argv:
         return _complain("run needs a command, as in: flashinfer-wsfix run vllm serve MODEL", 2)
     if OTEL_LAUNCHER in map(os.path.basename, argv):
@@ -212,7 +214,9 @@ def _check() -> str:
 
     # -E: what PYTHONPATH adds here need not be there where the server starts.
     child = [sys.executable, "-E", "-c", _CHECK]
-    return subprocess.run(child, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True).stderr.strip()
+    done = subprocess.run(child, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def _complain(sentence: str, code: int) -> int:

@@ -6,6 +6,7 @@ What is handed to a site is *armed*: its ``resize_`` ends the call before anythi
 
 import inspect
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -44,11 +45,16 @@ def arm(buffer: torch.Tensor) -> torch.Tensor:
 def _make_probe() -> torch.Tensor:
     """Make a buffer that no plan fits in, so that a lane's first call tells what it needs before anything is made."""
     probe = arm(torch.empty(0, dtype=torch.uint8, device="cpu"))
-    probe.numel = lambda: -1
+    probe.numel = lambda: float("-inf")
     return probe
 
 
 PROBE = _make_probe()
+
+
+def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate ``nbytes`` of zeros (uint8, armed) for this thread's current stream. Raises what torch raises."""
+    return arm(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
 
 def _zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -58,6 +64,8 @@ def _zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     and a generation must come from none of the caller's. vLLM's sleep mode unmaps what was made in its pool, a tensor
     made in inference mode cannot be written outside it, and a fill on one stream is not seen by another without a wait.
     """
+    if sys.is_finalizing():  # a thread would never start, and up to Python 3.11 nobody would say so
+        raise RuntimeError("the interpreter is shutting down")
     result: list[Any] = []
 
     def wsfix_allocate() -> None:
@@ -102,6 +110,10 @@ class Lane:
         self.generations: list[torch.Tensor] = []
         self.high_water = 0  # bytes: the largest size that did not fit; what fits is never seen
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be None in a copy or a pickle: a lane is not the copy's, and what is saved must load without us."""
+        return type(None), ()
+
     def buffer_for(self, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return an armed buffer of at least ``size`` bytes for a call that was given ``tensor``.
 
@@ -114,8 +126,9 @@ class Lane:
         capturing = is_capturing(self.device)
         with report.lock:
             self.high_water = max(self.high_water, size)
-            if self.generations and self.generations[-1].numel() >= size:
-                return self.generations[-1]  # another thread was faster
+            if self.generations and self.generations[-1].numel() >= size:  # another thread was faster
+                self.current = self.generations[-1]
+                return self.current
         on_overflow_only = not first_bytes and not self.generations and not scratch
         if not capturing and not (on_overflow_only and size <= tensor.numel()):
             try:
@@ -127,11 +140,14 @@ class Lane:
                     " gets a temporary buffer and the lane stays as it was. Leave more device memory free.",
                 )
         if size <= tensor.numel() and not self.generations and not scratch:
-            return arm(tensor.detach())
+            own = arm(tensor.detach())
+            if not capturing:  # until a plan overflows it: growing is not tried again at each call
+                self.current = own
+            return own
         if capturing:
-            scratch_of_tuner = _tuners_scratch(self.device)
-            if scratch_of_tuner is not None and scratch_of_tuner.current.numel() >= size:
-                return scratch_of_tuner.current
+            tuners = _measuring.lanes.get(self.device) if _is_measuring() else None
+            if tuners is not None and tuners.current.numel() >= size:
+                return tuners.current
             report.count("capture_overflows")
             mib = -(-size // STEP) * STEP // settings.MIB
             advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it."
@@ -143,7 +159,7 @@ class Lane:
                 " more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay."
                 f" {advice}",
             )
-        return arm(torch.zeros(size, dtype=torch.uint8, device=self.device))
+        return zeros(size, self.device)
 
     def grow(self, size: int) -> torch.Tensor:
         """Publish a generation of at least ``size`` bytes and twice the last one, retire the last, return the new one.
@@ -152,13 +168,19 @@ class Lane:
         memory runs out, with the lane as it was.
         """
         with report.lock:
+            growing = _growing.setdefault(self, threading.RLock())
+        # The allocation waits for a thread and for a stream, which may wait for other devices and run finalizers: only
+        # who wants to grow this very lane waits for it.
+        with growing:
             last = self.generations[-1] if self.generations else None
             if last is not None and last.numel() >= size:
                 return last
             least = 2 * last.numel() if last is not None else first_bytes
-            buffer = _zeroed(-(-max(size, least) // STEP) * STEP, self.device)
-            self.generations.append(buffer)
-            self.current = buffer
+            make = zeros if self.name == SCRATCH else _zeroed
+            buffer = make(-(-max(size, least) // STEP) * STEP, self.device)
+            with report.lock:
+                self.generations.append(buffer)
+                self.current = buffer
         if self.name != SCRATCH:
             if last is not None:
                 report.count("growths")
@@ -167,6 +189,10 @@ class Lane:
             report.moved(f"generation {len(self.generations)}", self.name, self.device, old, new, False, logging.INFO)
         return buffer
 
+
+# A lane's lock for growing. A child of a fork starts with none: a thread that held one is not there.
+_growing: weakref.WeakKeyDictionary[Lane, threading.RLock] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_growing.clear)
 
 _lanes: dict[tuple[str, torch.device], Lane] = {}
 first_bytes = 40 * settings.MIB  # size of a lane's first generation; 0: none until a plan overflows FlashInfer's buffer
@@ -189,9 +215,9 @@ def lane_of(tensor: torch.Tensor) -> Lane:
     A tensor that is in FlashInfer's cache belongs to the lane of its key. Any other is the auto-tuner's scratch (or a
     caller's own): its lane belongs to the tensor and is freed with it, so that nothing leaks per tuning profile.
 
-    The tuner also clones its inputs, the workspace too, and captures CUDA graphs that run through the clones. While it
-    tunes, all scratch of one thread and device shares a lane: the first call on it is eager, the captured ones find it
-    large enough, and no zero-fill falsifies what is measured.
+    The tuner also clones its inputs, the workspace too, and captures CUDA graphs that run through the clones. What it
+    measures with in one thread and on one device shares a lane: the first call on it is eager, the captured ones find
+    it large enough, and no zero-fill falsifies what is measured.
     """
     with report.lock:
         found: Lane | None = getattr(tensor, ATTRIBUTE, None)
@@ -199,34 +225,28 @@ def lane_of(tensor: torch.Tensor) -> Lane:
             key = cache_key(tensor)
             if key is not None:
                 found = lane(*key)
-            elif _is_tuning():
-                found = _tuning.lanes.setdefault(tensor.device, Lane(SCRATCH, tensor.device))
+            elif _is_measuring():
+                found = _measuring.lanes.setdefault(tensor.device, Lane(SCRATCH, tensor.device))
             else:
                 found = Lane(SCRATCH, tensor.device)
             setattr(tensor, ATTRIBUTE, found)
         return found
 
 
-class _Tuning(threading.local):
+class _Measuring(threading.local):
     """This thread's lanes of auto-tuner scratch by device, each for as long as a tensor belongs to it."""
 
     def __init__(self) -> None:
         self.lanes: weakref.WeakValueDictionary[torch.device, Lane] = weakref.WeakValueDictionary()
 
 
-_tuning = _Tuning()
+_measuring = _Measuring()
 
 
-def _is_tuning() -> bool:
-    """Say whether FlashInfer's auto-tuner is tuning somewhere in this process."""
-    tuner = getattr(sys.modules.get(AUTOTUNER), "AutoTuner", None)
-    return tuner is not None and bool(tuner.get().is_tuning_mode)
-
-
-def _tuners_scratch(device: torch.device) -> Lane | None:
-    """Return the tuner's scratch lane while it measures in this thread: a graph that it captures now is thrown away."""
+def _is_measuring() -> bool:
+    """Say whether FlashInfer's auto-tuner is measuring in this thread: a graph that it captures now is thrown away."""
     is_measuring = getattr(sys.modules.get(AUTOTUNER), "is_in_profile_measurement", None)
-    return _tuning.lanes.get(device) if is_measuring is not None and is_measuring() else None
+    return is_measuring is not None and bool(is_measuring())
 
 
 def cache_key(tensor: torch.Tensor) -> tuple[str, torch.device] | None:
@@ -238,6 +258,7 @@ def cache_key(tensor: torch.Tensor) -> tuple[str, torch.device] | None:
 class RetiringCache(dict[tuple[str, torch.device], torch.Tensor]):
     """FlashInfer's ``_cache_buf``, except that a buffer which leaves it is kept for the life of the process."""
 
+    is_wsfix_cache = True  # also where the package was imported anew
     retired: ClassVar[list[torch.Tensor]] = []  # of all instances: a reload of FlashInfer makes a new one
 
     @staticmethod

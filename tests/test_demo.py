@@ -13,7 +13,6 @@ import pytest
 import releases
 
 ROOT = Path(__file__).parent.parent
-INSTALL = "pip install --no-deps flashinfer-python==0.6.18.post1"
 CALL = {"step", "asked", "address", "nbytes", "moved", "zeroed", "generation"}
 REPLAY = {"step", "asked", "address", "survived"}
 
@@ -142,7 +141,7 @@ def test_a_release_that_is_not_affected():
     assert done.returncode == 0
     words = " ".join(done.stdout.split())
     assert words.startswith("Nothing to show: FlashInfer 0.7.4 grows its cuDNN workspace without moving it")
-    assert words.endswith(INSTALL)
+    assert words.endswith(flashinfer_wsfix.demo.TO_SEE)
 
 
 def test_no_flashinfer():
@@ -150,7 +149,7 @@ def test_no_flashinfer():
     result = seen(done)
     assert done.returncode == 1
     assert result["sentence"].startswith("FlashInfer is not installed")
-    assert result["sentence"].endswith(INSTALL)
+    assert result["sentence"].endswith(flashinfer_wsfix.demo.TO_SEE)
     assert (result["flashinfer"], result["children"]) == (None, {})
 
 

@@ -5,10 +5,12 @@ that a cuDNN execute was given.
 """
 
 import contextlib
+import copy
 import gc
 import inspect
 import itertools
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -790,6 +792,53 @@ def test_where_only_the_doubled_size_fails_the_call_still_works(site, generation
 
 
 # --- all of it at random ----------------------------------------------------------------------------------------------
+
+
+def test_a_first_generation_that_does_not_fit_is_not_tried_again_at_each_call(fp8):
+    """FlashInfer's own buffer serves until a plan overflows it, though there would be memory by then."""
+    tensor = own()
+    with fakes.out_of_memory(0):
+        for _ in range(20):
+            assert same(call(fp8, 1000, tensor).workspace, tensor)
+    assert call(fp8, MORE, tensor).numel == FIRST
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))])
+def test_a_copy_of_a_workspace_is_no_lane(copied, fp8):
+    """The lane stays with the original: a copy starts on zeros of its own, and what is saved does not name us."""
+    tensor = own()
+    call(fp8, MORE, tensor, write=7)
+    other = copied(tensor)
+    assert getattr(other, workspace.ATTRIBUTE) is None
+    assert call(fp8, MORE, other).zeroed
+
+
+def test_growing_holds_up_nobody_else(fp8, guard, monkeypatch):
+    """While a lane's allocation waits, status() answers and another lane makes its first generation."""
+    waiting, go = threading.Event(), threading.Event()
+    zeroed = workspace._zeroed
+
+    def slowly(nbytes, device):
+        if not waiting.is_set():
+            waiting.set()
+            assert go.wait(20)
+        return zeroed(nbytes, device)
+
+    monkeypatch.setattr(workspace, "_zeroed", slowly)
+    slow, other = own(), own("mm_bf16_workspace")
+    with ThreadPoolExecutor(3) as pool:
+        growing = pool.submit(call, fp8, MORE, slow)
+        assert waiting.wait(20)
+        try:
+            assert pool.submit(guard.status).result(20).growths == 0
+            assert pool.submit(call, fp8, MORE, other).result(20).numel == FIRST
+        finally:
+            go.set()
+        assert growing.result(20).numel == FIRST
+
+
+def test_a_plan_that_asks_for_less_than_nothing_does_not_run_on_the_probe(fp8):
+    assert call(fp8, -1, own()).numel == FIRST
 
 
 def test_5000_random_calls(guard, sites):

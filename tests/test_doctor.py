@@ -105,7 +105,10 @@ class Environment:
         return found
 
 
-UNTRIED = "This machine is affected (D1, D2) and set up to be guarded, which could not be tried: FlashInfer's import fails here."
+UNTRIED = (
+    "This machine is affected (D1, D2) and set up to be guarded, which could not be tried: FlashInfer's import fails"
+    " here."
+)
 
 
 def states(found: dict[str, Any]) -> str:

@@ -18,6 +18,14 @@ from .hook import GEMM_BASE, GEMM_BF16_FP4
 from .sites import GATES, SITES
 
 MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
+EXTENDED_ARG, LOAD_ATTR, CACHE = (dis.opmap.get(name) for name in ("EXTENDED_ARG", "LOAD_ATTR", "CACHE"))
+LOAD_ATTRIBUTE = {LOAD_ATTR, dis.opmap.get("LOAD_METHOD")}
+# Each with the bits of its argument that say what is on top of the stack: some load two names in one.
+LOAD_FAST = {
+    opcode: 15 if name.count("LOAD_FAST") == 2 else -1
+    for name, opcode in dis.opmap.items()
+    if name.startswith("LOAD_FAST")
+}
 PARAMETERS = {site.parameter for site in SITES}
 NOT_PLAIN = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 EXECUTES = {"execute", "execute_plan_at_index"}
@@ -103,18 +111,17 @@ def resized(code: CodeType) -> list[str]:
     found, before, argument = [], "", 0
     for opcode, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = argument << 8 | low
-        operation = dis.opname[opcode]
-        if operation == "EXTENDED_ARG":
+        if opcode == EXTENDED_ARG:
             continue
-        if operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            attribute = code.co_names[argument >> 1 if operation == "LOAD_ATTR" and MARKS_METHODS else argument]
+        if opcode in LOAD_ATTRIBUTE:
+            attribute = code.co_names[argument >> 1 if opcode == LOAD_ATTR and MARKS_METHODS else argument]
             if attribute == "resize_":
                 found.append(before)
             before = f".{attribute}"
-        elif operation.startswith("LOAD_FAST"):
-            index = argument & 15 if operation.count("LOAD_FAST") == 2 else argument  # two in one: the second is on top
+        elif opcode in LOAD_FAST:
+            index = argument & LOAD_FAST[opcode]
             before = code.co_varnames[index] if index < len(code.co_varnames) else ""
-        elif operation != "CACHE":
+        elif opcode != CACHE:
             before = ""
         argument = 0
     return found

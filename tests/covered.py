@@ -2,8 +2,8 @@
 
 ``python tests/covered.py [pytest arguments]``: exits with 1 where a test fails, with 2 where less is covered than
 setup.cfg asks for. Child processes and forks are measured too, except those that a signal kills and those of the
-environments that the tests make, which have no coverage in them: most of startup.py and doctor.py, and all of
-bootstrap/sitecustomize.py, run only there and count as missed.
+environments that the tests make, which have no coverage in them: most of startup.py and doctor.py run only there and
+count as missed, and bootstrap/sitecustomize.py is not measured at all.
 """
 
 import subprocess

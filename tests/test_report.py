@@ -33,6 +33,8 @@ def test_status_is_frozen_and_plain():
     assert (flashinfer.name, flashinfer.version, flashinfer.state) == ("flashinfer", "0.6.14", "guarded")
     assert (vllm.name, vllm.version, vllm.state, vllm.sites) == ("vllm", None, "pending", ())
     assert status.gates == ("fp8", "bf16")
+    worker = importlib.import_module("flashinfer_wsfix.report").WorkerStatus()
+    assert worker.flashinfer_wsfix_status() == status.as_dict()
     assert (status.growths, status.capture_overflows, status.gated_calls, status.displaced_buffers) == (0, 0, 0, 0)
 
 

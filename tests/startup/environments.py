@@ -52,12 +52,15 @@ def output(command: Sequence[object], **variables: str) -> str:
 
 
 class Environment:
-    """A virtual environment in `folder`, empty but for what is put into it."""
+    """A virtual environment in `folder`, empty but for wrapt and what is put into it."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
         output([python, "-m", "venv", "--without-pip", folder])
         self.folder, self.python = folder, folder / "bin/python"
         (self.site,) = folder.glob("lib/python3*/site-packages")
+        wrapt = importlib.util.find_spec("wrapt")
+        assert wrapt is not None and wrapt.submodule_search_locations
+        (self.site / "wrapt").symlink_to(wrapt.submodule_search_locations[0])
 
     def copy_package(self) -> "Environment":
         """Put the package in, with the entry points that setup.cfg declares for it, as a wheel's installation does."""

@@ -230,3 +230,9 @@ def test_the_path_command_prints_the_folder_with_our_sitecustomize_alone(environ
     folder = Path(output([environment.python, "-m", "flashinfer_wsfix", "path"]))
     assert folder == environment.site / BOOTSTRAP
     assert {path.name for path in (package() / "bootstrap").iterdir()} - {"__pycache__"} == {"sitecustomize.py"}
+
+
+def test_a_leading_double_dash_is_the_launchers(environment):
+    """As env, nohup and srun have it."""
+    ran = environment.cli("run", "--", environment.python, "-c", PROBE)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "['sitecustomize']")

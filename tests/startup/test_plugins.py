@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from environments import PROBE, TESTS, Environment, run
 
+import hosts
 from hosts import SGLANG_RELEASES, VLLM_RELEASES
 
 LOAD = {
@@ -25,6 +26,7 @@ def environment(tmp_path_factory):
 
 def load(environment: Environment, host: str, release: str, then: str = PROBE, **variables: str) -> str:
     """What a process prints that runs this host's loader of plugins, and then `then`."""
+    getattr(hosts, host)(release)  # fetched here: what pip says of it is not the loader's
     code = f"import host_modules\nhost_modules.{host}('{release}')\n{LOAD[host]}\nload()\n{then}"
     ran = run([environment.python, "-c", code], PYTHONPATH=str(TESTS), **variables)
     assert ran.returncode == 0, ran.stderr

@@ -222,3 +222,21 @@ def test_disable_removes_the_start_file_and_what_python_made_of_its_module(enabl
     assert enabled_3_15.cli("disable").returncode == 0
     assert not NEW & enabled_3_15.files()
     assert not list(enabled_3_15.site.glob("__pycache__/*"))
+
+
+def test_nothing_is_written_where_wrapt_is_missing(environment):
+    """Without it nothing can be guarded: a start-up file would only promise."""
+    (environment.site / "wrapt").unlink()
+    before = environment.files()
+    ran = environment.cli("enable")
+    assert (ran.returncode, ran.stdout, environment.files()) == (1, "", before)
+    assert "No module named 'wrapt'" in ran.stderr
+
+
+def test_noise_of_others_at_start_is_no_failure(environment):
+    """What counts is how the fresh interpreter ends, not what other start-up files print."""
+    noise = 'import sys; sys.stderr.buffer.write(b"noise\\n")\n'
+    (environment.site / "noisy.pth").write_text(noise)
+    ran = environment.cli("enable")
+    assert ran.returncode == 0
+    assert "comes up activated" in ran.stdout

@@ -26,8 +26,9 @@ def run(name: str, options: list[str]) -> tuple[Counter[str], str]:
     lines = done.stdout.strip().splitlines() or [""]
     counts = Counter({word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped)", lines[-1])})
     counts["failed"] += sum(int(number) for number in re.findall(r"(\d+) errors?\b", lines[-1]))
-    if not counts["failed"] and (done.returncode or not counts["passed"] + counts["skipped"]):
-        counts["failed"] = 1  # broken off, or nothing ran
+    ended = done.returncode in (0, 5)  # 5: a file that is skipped as a whole
+    if not counts["failed"] and not (ended and counts["passed"] + counts["skipped"]):
+        counts["failed"] = 1  # broken off, or nothing was there
     return counts, "\n".join(lines[-TAIL:] if counts["failed"] else lines[-1:])
 
 

@@ -16,8 +16,9 @@ PENDING = {
 }
 COUNTERS = ("growths", "capture_overflows", "gated_calls", "displaced_buffers")
 
-# The one lock of this package: around patching, growth and counting, never on the way of an ordinary call, and never
-# held while an import or a log handler runs. A fork waits for it, so that no child inherits it taken.
+# The one lock of this package but for a lane's own: around patching, publishing and counting, never on the way of an
+# ordinary call, and never held while an import or a log handler runs. A fork waits for it, so that no child inherits it
+# taken.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 

@@ -97,8 +97,9 @@ def is_capturing(device: torch.device) -> bool:
 class Lane:
     """A workspace and the generations made for it: one of FlashInfer's, the auto-tuner's scratch, or vLLM's.
 
-    ``current`` is what a site gets: the newest generation, or the probe while there is none. All generations are kept
-    as long as the lane, since graphs may hold their addresses; a lane of FlashInfer's lives as long as the process.
+    ``current`` is what a site gets: the newest generation, or while there is none the probe, or FlashInfer's own buffer
+    where none could be made. All generations are kept as long as the lane, since graphs may hold their addresses; a
+    lane of FlashInfer's lives as long as the process.
     """
 
     __slots__ = ("__weakref__", "current", "device", "generations", "high_water", "name")
@@ -141,8 +142,9 @@ class Lane:
                 )
         if size <= tensor.numel() and not self.generations and not scratch:
             own = arm(tensor.detach())
-            if not capturing:  # until a plan overflows it: growing is not tried again at each call
-                self.current = own
+            with report.lock:  # until a plan overflows it: growing is not tried again at each call
+                if not capturing and not self.generations:
+                    self.current = own
             return own
         if capturing:
             tuners = _measuring.lanes.get(self.device) if _is_measuring() else None

@@ -184,24 +184,36 @@ def judge(functions: list[Function], version: str) -> Verdict:
     return Verdict("not-affected", f"{flashinfer} has no site that moves its cuDNN workspace")
 
 
+def source_of(module: str) -> str | None:
+    """Read the source of a module of an installed package, which is not imported; None where there is none.
+
+    Raises OSError and UnicodeDecodeError where it cannot be read.
+    """
+    from importlib.util import find_spec
+
+    package, *rest = module.split(".")
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        place = Path(folder, *rest)
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+    return None
+
+
 def judge_installed() -> Verdict | None:
     """Judge the FlashInfer that this interpreter would import, without importing it; None where it would find none.
 
-    Raises OSError and SyntaxError where its source cannot be read.
+    Raises OSError, UnicodeDecodeError and SyntaxError where its source cannot be read.
     """
-    import importlib.metadata
-    import importlib.util
+    from importlib import metadata
 
-    spec = importlib.util.find_spec("flashinfer")
-    if spec is None or not spec.origin or not spec.submodule_search_locations:  # a mere folder has no origin
+    if source_of("flashinfer") is None:  # a mere folder is none
         return None
     try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
+        version = metadata.version("flashinfer-python")
+    except metadata.PackageNotFoundError:
         version = "of unknown version"
-    functions: list[Function] = []
-    for module in (GEMM_BASE, GEMM_BF16_FP4):
-        path = Path(spec.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py")
-        if path.exists():
-            functions += source_functions(module, path.read_text(encoding="utf-8"))
-    return judge(functions, version)
+    sources = {module: source_of(module) for module in (GEMM_BASE, GEMM_BF16_FP4)}
+    functions = [source_functions(module, source) for module, source in sources.items() if source]
+    return judge([function for each in functions for function in each], version)

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from . import __version__, detection, settings
-from .detection import Verdict
-from .hook import CUTLASS_MLA, GEMM_BASE, GEMM_BF16_FP4
+from .detection import Verdict, source_of
+from .hook import CUTLASS_MLA, GEMM_BF16_FP4
 from .sites import DEFECTS, GATES, SM100_WORKSPACE
-from .startup import START_UP_FILE, bootstrap_folder
+from .startup import START_UP_FILE
 
 T = TypeVar("T")
 
@@ -42,17 +42,19 @@ GATED_RUNNERS = ("CudnnFp8GemmRunner", "CudnnBf16GemmRunner")  # as auto-tune ca
 APPLIES, ABSENT, UNKNOWN = "applies", "does not apply", "unknown"
 ENABLE = "`flashinfer-wsfix enable` in this environment, then restart the server"
 INSTALL = "Install flashinfer-wsfix in this environment, as its README says"
+UPGRADE = "Upgrade to FlashInfer 0.7.0 or newer, or report it with this output."
 WIDTH = 79
 
+# Each by its name for people and the distributions that bring it, where some do.
 ENVIRONMENT = {
-    "flashinfer": "FlashInfer",
-    "torch": "torch",
-    "cudnn": "cuDNN backend",
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "wrapt": "wrapt",
-    "python": "Python",
-    "flashinfer_wsfix": "flashinfer-wsfix",
+    "flashinfer": ("FlashInfer", "flashinfer-python"),
+    "torch": ("torch", "torch"),
+    "cudnn": ("cuDNN backend", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    "vllm": ("vLLM", "vllm"),
+    "sglang": ("SGLang", "sglang"),
+    "wrapt": ("wrapt", "wrapt"),
+    "python": ("Python",),
+    "flashinfer_wsfix": ("flashinfer-wsfix",),
 }
 
 NOT_THIS_BUG = (
@@ -63,7 +65,7 @@ NOT_THIS_BUG = (
 
 
 class Host(NamedTuple):
-    """A server that loads plugins: its package, their group, its file that loads them, and its allow-list."""
+    """A server that loads plugins: its package, their group, its module that loads them, and its allow-list."""
 
     name: str
     package: str
@@ -73,8 +75,8 @@ class Host(NamedTuple):
 
 
 HOSTS = (
-    Host("vLLM", "vllm", "vllm.general_plugins", "plugins/__init__.py", "VLLM_PLUGINS"),
-    Host("SGLang", "sglang", "sglang.srt.plugins", "srt/plugins/__init__.py", "SGLANG_PLUGINS"),
+    Host("vLLM", "vllm", "vllm.general_plugins", "vllm.plugins", "VLLM_PLUGINS"),
+    Host("SGLang", "sglang", "sglang.srt.plugins", "sglang.srt.plugins", "SGLANG_PLUGINS"),
 )
 
 
@@ -127,20 +129,6 @@ target = sys.modules["{NAME}.report"].status().targets[0]
 print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason)))
 """
 
-_GPUS = f"""
-import json
-from pynvml import *
-nvmlInit()
-text = lambda value: value.decode() if isinstance(value, bytes) else value
-gpus = []
-for handle in map(nvmlDeviceGetHandleByIndex, range(nvmlDeviceGetCount())):
-    capability = "%d.%d" % tuple(nvmlDeviceGetCudaComputeCapability(handle))
-    name, driver = text(nvmlDeviceGetName(handle)), text(nvmlSystemGetDriverVersion())
-    gpus.append(dict(name=name, capability=capability, driver=driver))
-print("{_MARK}" + json.dumps(gpus))
-"""
-_NVIDIA_SMI = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-
 # For containers whose cuDNN did not come from a wheel.
 _CUDNN = f"""
 import ctypes
@@ -161,8 +149,7 @@ def _run(command: list[str], seconds: float = 30) -> str:
     except OSError as error:
         raise NoAnswer(str(error)) from None
     if ran.returncode:
-        lines = ran.stderr.strip().splitlines()
-        raise NoAnswer(lines[-1] if lines else f"exit status {ran.returncode}")
+        raise NoAnswer([f"exit status {ran.returncode}", *ran.stderr.strip().splitlines()][-1])
     return ran.stdout
 
 
@@ -188,9 +175,6 @@ def _version(*distributions: str) -> str | None:
 
 
 def _cudnn() -> str | None:
-    version = _version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
-    if version is not None:
-        return version
     try:
         number = _python(_CUDNN)  # 92301 for 9.23.1
     except NoAnswer:
@@ -200,50 +184,23 @@ def _cudnn() -> str | None:
 
 def _gpus() -> list[dict[str, str]]:
     try:
-        found: list[dict[str, str]] = _python(_GPUS)
-        return found
-    except NoAnswer:
-        pass
-    try:
-        rows = [line.split(", ") for line in _run(_NVIDIA_SMI).splitlines()]
+        listed = _run(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
     except NoAnswer:
         return []
+    rows = [line.split(", ") for line in listed.splitlines()]
     return [dict(zip(("name", "capability", "driver"), row, strict=True)) for row in rows if len(row) == 3]
 
 
 def _environment() -> dict[str, Any]:
-    return {
-        "flashinfer": _version("flashinfer-python"),
-        "torch": _version("torch"),
-        "cudnn": _cudnn(),
-        "vllm": _version("vllm"),
-        "sglang": _version("sglang"),
-        "wrapt": _version("wrapt"),
-        "python": platform.python_version(),
-        "flashinfer_wsfix": __version__,
-        "gpus": _gpus(),
-    }
+    found: dict[str, Any] = {key: _version(*brought_by) for key, (_, *brought_by) in ENVIRONMENT.items()}
+    found.update(python=platform.python_version(), flashinfer_wsfix=__version__, gpus=_gpus())
+    return found | {"cudnn": found["cudnn"] or _cudnn()}
 
 
 def _has_gpu(environment: dict[str, Any], major: str) -> bool | None:
     """Say whether a GPU of this major compute capability is here; None where no GPU is found."""
     gpus = environment["gpus"]
     return any(gpu["capability"].split(".")[0] == major for gpu in gpus) if gpus else None
-
-
-def _source(package: str, relative: str) -> str | None:
-    """Read a file of an installed package, which is not imported; None where there is no such file."""
-    spec = util.find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder, relative)
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
-
-
-def _source_of(module: str) -> str | None:
-    package, _, rest = module.partition(".")
-    return _source(package, rest.replace(".", "/") + ".py")
 
 
 # --- activation -------------------------------------------------------------------------------------------------------
@@ -286,9 +243,8 @@ def _activation(moving: bool) -> Activation:
         except NoAnswer as why:
             tell(where, None, [], f"could not be tried: {why}")
             return {}
-        # Every other route imports the package too, so "import" counts alone only.
-        routes = [route for route in answer["routes"] if route != "import"] or answer["routes"]
-        tell(where, answer["active"], routes, f"active, by {', '.join(routes)}" if answer["active"] else "NOT active")
+        active, routes = answer["active"], answer["routes"]
+        tell(where, active, routes, f"active, by {', '.join(routes)}" if active else "NOT active")
         return answer
 
     fresh = start("a fresh interpreter", _FRESH)
@@ -298,11 +254,10 @@ def _activation(moving: bool) -> Activation:
     plugins = {}
     for host in HOSTS:
         if _version(host.package) is not None:
-            declared = host.group in fresh.get("declared", ())
-            loads = declared and _allowed(host) and _source(host.package, host.loader) is not None
+            loads = host.group in fresh.get("declared", ()) and _allowed(host) and source_of(host.loader) is not None
             plugins[host.package] = loads
-            loads_or_not = "loads" if loads else "does NOT load"
-            tell(f"workers of {host.name}", loads, ["plugin"] * loads, f"{host.name} {loads_or_not} our plugin")
+            sentence = f"{host.name} {'loads' if loads else 'does NOT load'} our plugin"
+            tell(f"workers of {host.name}", loads, ["plugin"] * loads, sentence)
     real, untried = None, ""
     if moving and (everywhere or any(plugins.values())):
         where = "a process that imports FlashInfer" if everywhere else "a worker that imports FlashInfer"
@@ -318,54 +273,60 @@ def _activation(moving: bool) -> Activation:
 
 # --- defects ----------------------------------------------------------------------------------------------------------
 
-Judgement = tuple[str, bool, str]  # state, guarded, sentence
+
+class Judgement(NamedTuple):
+    """Whether a defect applies here, whether new processes are guarded against it, and why."""
+
+    state: str
+    guarded: bool
+    sentence: str
 
 
 def _d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judgement]:
     if verdict is None:
-        none = (ABSENT, False, "FlashInfer is not installed here")
+        none = Judgement(ABSENT, False, "FlashInfer is not installed here")
         return none, none
-    if verdict.sites:
-        moves = verdict.reason if guarded else verdict.reason.partition(",")[0] + ", NOT guarded here"
-        starts = "every buffer that a site gets starts zeroed" if guarded else "as D1: NOT guarded here"
-        return (APPLIES, guarded, moves), (APPLIES, guarded, starts)
-    if verdict.state == "unsupported":
-        return (APPLIES, False, verdict.reason), (APPLIES, False, "as D1: nothing is guarded")
+    if verdict.sites and guarded:
+        zeroed = "every buffer that a site gets starts zeroed"
+        return Judgement(APPLIES, True, verdict.reason), Judgement(APPLIES, True, zeroed)
+    if verdict.sites or verdict.state == "unsupported":
+        moves = verdict.reason.partition(",")[0] + ", NOT guarded here" if verdict.sites else verdict.reason
+        return Judgement(APPLIES, False, moves), Judgement(APPLIES, False, "as D1: NOT guarded here")
     left = "its workspaces do not start zeroed; whether that alone does harm is not known, and nothing is done about it"
-    return (ABSENT, False, verdict.reason), (UNKNOWN, False, left)
+    return Judgement(ABSENT, False, verdict.reason), Judgement(UNKNOWN, False, left)
 
 
-def _d3(environment: dict[str, Any], verdict: Verdict | None, guarded: bool, gate: tuple[str, ...]) -> Judgement:
-    source = _source_of(GEMM_BASE) if verdict is not None else None
-    if not any(row.function in (source or "") for row in GATES):
-        return ABSENT, False, "no FlashInfer that auto-tunes cuDNN's runners is installed here"
+def _d3(environment: dict[str, Any], guarded: bool, gate: tuple[str, ...]) -> Judgement:
+    if not any(row.function in (source_of(row.module) or "") for row in GATES):
+        return Judgement(ABSENT, False, "no FlashInfer that auto-tunes cuDNN's runners is installed here")
     cudnn, sm12x, fixed = environment["cudnn"], _has_gpu(environment, "12"), ".".join(map(str, CUDNN_FIXED))
     if sm12x is False:
-        return ABSENT, False, "only SM12x GPUs have it (RTX PRO 6000, RTX 50xx, GB10)"
+        return Judgement(ABSENT, False, "only SM12x GPUs have it (RTX PRO 6000, RTX 50xx, GB10)")
     if cudnn is not None and tuple(int(part) for part in cudnn.split(".")[:3]) >= CUDNN_FIXED:
-        return ABSENT, False, f"cuDNN {cudnn} is not older than {fixed}"
+        return Judgement(ABSENT, False, f"cuDNN {cudnn} is not older than {fixed}")
     if sm12x is None or cudnn is None:
         missing = "no GPU" if sm12x is None else "no cuDNN"
-        return UNKNOWN, False, f"SM12x GPUs have it with cuDNN before {fixed}, and {missing} was found here"
-    if guarded and set(gate) == {row.name for row in GATES}:
-        return APPLIES, True, f"cuDNN {cudnn} on SM12x: the gate keeps it out of the fp8 and bf16 auto-tuning"
-    return APPLIES, False, f"cuDNN {cudnn} on SM12x: NOT kept out of the fp8 and bf16 auto-tuning here"
+        return Judgement(UNKNOWN, False, f"SM12x GPUs have it with cuDNN before {fixed}, and {missing} was found here")
+    gated = guarded and set(gate) == {row.name for row in GATES}
+    done = "the gate keeps it" if gated else "NOT kept"
+    return Judgement(APPLIES, gated, f"cuDNN {cudnn} on SM12x: {done} out of the fp8 and bf16 auto-tuning")
 
 
 def _d4(environment: dict[str, Any], guarded: bool) -> Judgement:
     if environment["vllm"] is None:
-        return ABSENT, False, "vLLM is not installed here"
-    vllm, source = f"vLLM {environment['vllm']}", _source_of(CUTLASS_MLA)
+        return Judgement(ABSENT, False, "vLLM is not installed here")
+    vllm, source = f"vLLM {environment['vllm']}", source_of(CUTLASS_MLA)
     method = ".".join(SM100_WORKSPACE[1:3])
     functions = detection.source_functions(CUTLASS_MLA, source) if source else ()
     if not any(function.name == method and "resize_" in function.code.co_names for function in functions):
-        return ABSENT, False, f"{vllm} has no {SM100_WORKSPACE[1]} that moves"
+        return Judgement(ABSENT, False, f"{vllm} has no {SM100_WORKSPACE[1]} that moves")
     sm100 = _has_gpu(environment, "10")
+    if sm100 is False:
+        return Judgement(ABSENT, False, f"{vllm} has it on SM100 GPUs only (B200, GB200)")
+    moves = f"{vllm} moves it with CUTLASS MLA on SM100, {'' if guarded else 'NOT '}guarded here"
     if sm100 is None:
-        return UNKNOWN, False, f"{vllm} has it on SM100 GPUs, and no GPU was found here"
-    if not sm100:
-        return ABSENT, False, f"{vllm} has it on SM100 GPUs only (B200, GB200)"
-    return APPLIES, guarded, f"{vllm} moves it with CUTLASS MLA on SM100, {'' if guarded else 'NOT '}guarded here"
+        return Judgement(UNKNOWN, False, f"no GPU was found here; {moves}")
+    return Judgement(APPLIES, guarded, moves)
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
@@ -380,16 +341,49 @@ class Finding(NamedTuple):
     advice: str
 
 
-def _unguarded(activation: Activation, config: settings.Settings) -> Iterator[Finding]:
+class Case(NamedTuple):
+    """All that the findings follow from."""
+
+    environment: dict[str, Any]
+    verdict: Verdict | None
+    activation: Activation
+    judged: dict[str, Judgement]
+    config: settings.Settings
+    complaints: list[str]
+
+
+def _of_defects(case: Case) -> Iterator[Finding]:
+    """Advise on what no activation would guard."""
+    if case.verdict is not None and case.verdict.state == "unsupported":
+        yield Finding("unsupported FlashInfer", True, f"{case.verdict.reason}.", UPGRADE)
+    elif case.judged["D3"][:2] == (APPLIES, False):
+        left_in = [row.name for row in GATES if row.name not in case.config.gate]
+        upgrade = f"upgrade the cuDNN backend to {'.'.join(map(str, CUDNN_FIXED))} or newer"
+        if case.verdict is not None and not case.verdict.sites:
+            sentence = "D3 applies, and flashinfer-wsfix has no gate for this FlashInfer."
+            advice = f"Either {upgrade}, or start vLLM with VLLM_DISABLED_KERNELS=FlashInferFP8ScaledMMLinearKernel."
+            yield Finding("old cuDNN", True, sentence, advice)
+        elif left_in:
+            sentence = f"D3 applies, and {settings.PREFIX}_GATE leaves cuDNN in for {' and '.join(left_in)}."
+            yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or {upgrade}.")
+    if case.judged["D4"].state == APPLIES and not case.config.vllm:
+        sentence = f"D4 applies, and {settings.PREFIX}_VLLM is off."
+        yield Finding("vLLM left alone", True, sentence, f"Unset {settings.PREFIX}_VLLM.")
+
+
+def _of_activation(case: Case) -> Iterator[Finding]:
     """Say why a guard that could be in force is not."""
-    if config.mode != "on":
+    activation = case.activation
+    moving = case.verdict is not None and bool(case.verdict.sites)
+    if not moving and not (case.judged["D4"].state == APPLIES and case.config.vllm):
+        return
+    if case.config.mode != "on":
         sentence = f"{settings.PREFIX}={os.environ[settings.PREFIX]} is set: nothing is guarded."
         yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX}.")
     if util.find_spec("wrapt") is None:
         yield Finding("wrapt missing", True, "wrapt is not installed: nothing can be guarded.", "`pip install wrapt`.")
     elif activation.real and activation.real.state not in ("guarded", "observing", "disabled"):
-        advice = "Upgrade to FlashInfer 0.7.0 or newer, or report it with this output."
-        yield Finding("guard failed", True, f"{activation.real.reason}.", advice)
+        yield Finding("guard failed", True, f"{activation.real.reason}.", UPGRADE)
     elif activation.untried:
         advice = "Make `import flashinfer` work here, or run the doctor where the server runs."
         yield Finding("not tried", False, f"{activation.untried}: that it gets guarded is not verified.", advice)
@@ -413,81 +407,56 @@ def _unguarded(activation: Activation, config: settings.Settings) -> Iterator[Fi
             yield Finding("not active", True, "New processes of this environment are NOT guarded.", f"Run {ENABLE}.")
 
 
-def _of_defects(judged: dict[str, Judgement], verdict: Verdict | None, config: settings.Settings) -> Iterator[Finding]:
-    """Advise on what no activation would guard."""
-    if verdict is not None and verdict.state == "unsupported":
-        advice = "Upgrade to FlashInfer 0.7.0 or newer, or report it with this output."
-        yield Finding("unsupported FlashInfer", True, f"{verdict.reason}.", advice)
-    elif judged["D3"][:2] == (APPLIES, False):
-        left_in = [row.name for row in GATES if row.name not in config.gate]
-        upgrade = f"upgrade the cuDNN backend to {'.'.join(map(str, CUDNN_FIXED))} or newer"
-        if verdict is not None and not verdict.sites:
-            sentence = "D3 applies, and flashinfer-wsfix has no gate for this FlashInfer."
-            advice = f"Either {upgrade}, or start vLLM with VLLM_DISABLED_KERNELS=FlashInferFP8ScaledMMLinearKernel."
-            yield Finding("old cuDNN", True, sentence, advice)
-        elif left_in:
-            sentence = f"D3 applies, and {settings.PREFIX}_GATE leaves cuDNN in for {' and '.join(left_in)}."
-            yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or {upgrade}.")
-    if judged["D4"][0] == APPLIES and not config.vllm:
-        sentence = f"D4 applies, and {settings.PREFIX}_VLLM is off."
-        yield Finding("vLLM left alone", True, sentence, f"Unset {settings.PREFIX}_VLLM.")
-
-
-def _start_up(activation: Activation, affected: bool) -> Iterator[Finding]:
-    """Look at start-up files and at sitecustomize modules, as a fresh interpreter saw them."""
-    if not activation.fresh:
-        return
-    unguarded = affected and not activation.everywhere
-    for file in filter(Path.is_file, (Path(folder, START_UP_FILE) for folder in activation.fresh["folders"])):
-        if not activation.fresh["importable"]:
+def _of_start_up_files(case: Case) -> Iterator[Finding]:
+    """Look for start-up files that are left over, as a fresh interpreter saw them."""
+    fresh = case.activation.fresh
+    for file in (Path(folder, START_UP_FILE) for folder in fresh.get("folders", ()) if not fresh["importable"]):
+        if file.is_file():
             sentence = f"{file} is left over: it does nothing, since {NAME} cannot be imported there."
             advice = f"{INSTALL} if it is needed here, else `rm {file}`."
-            yield Finding("orphaned start-up file", unguarded, sentence, advice)
-        elif not activation.everywhere:
-            yield Finding("idle start-up file", unguarded, f"{file} does not activate anything.", f"Run {ENABLE}.")
-    found = [file for folder in activation.fresh["path"] for file in _sitecustomize(Path(folder))]
-    if not found or str(found[0].parent) == bootstrap_folder():  # ours runs the one that it shadows
+            yield Finding("orphaned start-up file", _is_unguarded(case), sentence, advice)
+
+
+def _of_sitecustomize(case: Case) -> Iterator[Finding]:
+    """Look for a sitecustomize that would activate us and does not run, as a fresh interpreter saw them."""
+    folders = [Path(entry) for entry in case.activation.fresh.get("path", ())]
+    places = [place for folder in folders for place in (folder / "sitecustomize", folder / "sitecustomize.py")]
+    files = [place / "__init__.py" if place.is_dir() else place for place in places]
+    found = [file for file in files if file.is_file()]
+    if not found or _mentions_us(found[0]):  # the launcher's runs the one that it shadows
         return
     for file in found[1:]:
-        if _mentions_us(file) and not _mentions_us(found[0]):
+        if _mentions_us(file):
             sentence = f"{found[0]} shadows {file}, which would activate flashinfer-wsfix."
             advice = f"Start with `flashinfer-wsfix run` last, right before the program. Or run {ENABLE}."
-            yield Finding("shadowed sitecustomize", unguarded, sentence, advice)
-        else:
-            sentence = f"{found[0]} shadows {file}, which does not run."
-            advice = "Nothing to do for flashinfer-wsfix; ask whoever needs the second."
-            yield Finding("shadowed sitecustomize", False, sentence, advice)
-
-
-def _sitecustomize(folder: Path) -> Iterator[Path]:
-    for file in (folder / "sitecustomize" / "__init__.py", folder / "sitecustomize.py"):
-        if file.is_file():
-            yield file
-            return
+            yield Finding("shadowed sitecustomize", _is_unguarded(case), sentence, advice)
 
 
 def _mentions_us(file: Path) -> bool:
     return NAME in file.read_text(encoding="utf-8", errors="replace")
 
 
-def _removal(judged: dict[str, Judgement], verdict: Verdict | None, activation: Activation) -> Iterator[Finding]:
+def _is_unguarded(case: Case) -> bool:
+    return any(row.state == APPLIES for row in case.judged.values()) and not case.activation.everywhere
+
+
+def _of_removal(case: Case) -> Iterator[Finding]:
     """Say when the package can go, or has something to do only where a GPU is."""
-    if verdict is None or verdict.state not in ("not-needed", "not-affected"):
+    if case.verdict is None or case.verdict.state not in ("not-needed", "not-affected"):
         return
-    if judged["D4"][0] == ABSENT and activation.everywhere:
+    if case.judged["D4"].state == ABSENT and case.activation.everywhere:
         sentence = "flashinfer-wsfix is active here and no longer needed."
-        yield Finding(
-            "not needed", False, sentence, "`flashinfer-wsfix disable`, then `pip uninstall flashinfer-wsfix`."
-        )
-    elif judged["D4"][0] == UNKNOWN and not activation.covers("vllm"):
+        advice = "`flashinfer-wsfix disable`, then `pip uninstall flashinfer-wsfix`."
+        yield Finding("not needed", False, sentence, advice)
+    elif case.judged["D4"].state == UNKNOWN and not case.activation.covers("vllm"):
         sentence = "If this environment serves with CUTLASS MLA on SM100 GPUs, D4 is NOT guarded."
         yield Finding("D4 unguarded", False, sentence, f"In that case run {ENABLE}.")
 
 
-def _settings(complaints: list[str], environment: dict[str, Any]) -> Iterator[Finding]:
-    for complaint in complaints:
+def _of_settings(case: Case) -> Iterator[Finding]:
+    for complaint in case.complaints:
         yield Finding("setting", False, f"{complaint}.", "Correct it or unset it.")
-    if environment["vllm"] is None or _version("ray") is None:
+    if case.environment["vllm"] is None or _version("ray") is None:
         return
     variable = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
     prefixes = [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
@@ -509,14 +478,25 @@ def _auto_tune_caches() -> Iterator[Path]:
         yield from sorted(Path(folder).expanduser().glob(f"**/{name}"))
 
 
-def _cached_runners() -> Iterator[Finding]:
-    for file in _auto_tune_caches():
+def _of_auto_tune_caches(case: Case) -> Iterator[Finding]:
+    for file in _auto_tune_caches() if case.judged["D3"].state == APPLIES else ():
         entries = jsonlib.loads(file.read_text(encoding="utf-8")).values()
         chosen = sum(isinstance(entry, list) and entry[0] in GATED_RUNNERS for entry in entries)
         if chosen:
             sentence = f"{file} chooses cuDNN's fp8 or bf16 runner {chosen} times."
             advice = "Nothing to do once guarded: the gate passes over them."
             yield Finding("auto-tune cache", False, sentence, advice)
+
+
+FINDERS: dict[str, Callable[[Case], Iterator[Finding]]] = {
+    "what the defects ask for": _of_defects,
+    "why nothing is active": _of_activation,
+    "start-up files": _of_start_up_files,
+    "sitecustomize": _of_sitecustomize,
+    "removal": _of_removal,
+    "settings": _of_settings,
+    "auto-tune caches": _of_auto_tune_caches,
+}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -534,10 +514,6 @@ def collect() -> dict[str, Any]:
             failed.append(Finding("probe failed", False, sentence, "Report it with this output."))
             return otherwise
 
-    def find(what: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-        none: list[Finding] = []
-        return probe(what, lambda: list(look()), none)
-
     config, complaints = settings.read()
     environment = probe("the environment", _environment, dict.fromkeys(ENVIRONMENT) | {"gpus": []})
     unread: Verdict | None = Verdict("unsupported", "FlashInfer's source cannot be read, so what it does is not known")
@@ -549,90 +525,78 @@ def collect() -> dict[str, Any]:
     able = config.mode == "on" and util.find_spec("wrapt") is not None
     able = able and (activation.real is None or activation.real.state == "guarded")
     d1, d2 = _d1_d2(verdict, able and activation.covers())
-    unknown = (UNKNOWN, False, "it could not be looked at")
-    judged = {
-        "D1": d1,
-        "D2": d2,
-        "D3": probe("D3", lambda: _d3(environment, verdict, d1[1], config.gate), unknown),
-        "D4": probe("D4", lambda: _d4(environment, able and config.vllm and activation.covers("vllm")), unknown),
-    }
-    affected = any(state == APPLIES for state, _, _ in judged.values())
-    findings = find("advice", lambda: _of_defects(judged, verdict, config))
-    if moving or (judged["D4"][0] == APPLIES and config.vllm):
-        findings += find("activation", lambda: _unguarded(activation, config))
-    findings += find("start-up files", lambda: _start_up(activation, affected))
-    findings += find("removal", lambda: _removal(judged, verdict, activation))
-    findings += find("settings", lambda: _settings(complaints, environment))
-    if judged["D3"][0] == APPLIES:
-        findings += find("auto-tune caches", _cached_runners)
+    unknown = Judgement(UNKNOWN, False, "it could not be looked at")
+    d3 = probe("D3", lambda: _d3(environment, d1.guarded, config.gate), unknown)
+    d4 = probe("D4", lambda: _d4(environment, able and config.vllm and activation.covers("vllm")), unknown)
+    judged = {"D1": d1, "D2": d2, "D3": d3, "D4": d4}
+    case = Case(environment, verdict, activation, judged, config, complaints)
+    findings: list[Finding] = []
+    for what, finder in FINDERS.items():
+        findings += probe(what, lambda finder=finder: list(finder(case)), [])  # type: ignore[misc]
     return {
-        "sentence": _overall(verdict, judged, activation),
-        "problem": any(state == APPLIES and not guarded for state, guarded, _ in judged.values()),
+        "sentence": _overall(case),
+        "problem": any(row.state == APPLIES and not row.guarded for row in judged.values()),
         "environment": environment,
-        "defects": [
-            {"name": row.name, "what": row.what, "state": state, "guarded": guarded, "sentence": sentence}
-            for row, (state, guarded, sentence) in ((row, judged[row.name]) for row in DEFECTS)
-        ],
+        "defects": [{"name": row.name, "what": row.what, **judged[row.name]._asdict()} for row in DEFECTS],
         "activation": activation.rows,
         "findings": [finding._asdict() for finding in (*findings, *failed)],
         "not_this_bug": list(NOT_THIS_BUG),
     }
 
 
-def _overall(verdict: Verdict | None, judged: dict[str, Judgement], activation: Activation) -> str:
-    names = [name for name, (state, _, _) in judged.items() if state == APPLIES]
-    exposed = [name for name in names if not judged[name][1]]
+def _overall(case: Case) -> str:
+    judged, activation = case.judged, case.activation
+    names = [name for name, row in judged.items() if row.state == APPLIES]
+    exposed = [name for name in names if not judged[name].guarded]
+    affected = f"This machine is affected ({', '.join(names)})"
+    if exposed:
+        return f"{affected} and NOT guarded{'' if exposed == names else ' against ' + ', '.join(exposed)}."
+    if names and activation.untried:
+        return f"{affected} and set up to be guarded, which could not be tried: FlashInfer's import fails here."
     if names:
-        affected = f"This machine is affected ({', '.join(names)})"
-        if exposed:
-            return f"{affected} and NOT guarded{'' if exposed == names else ' against ' + ', '.join(exposed)}."
-        if activation.untried:
-            return f"{affected} and set up to be guarded, which could not be tried: FlashInfer's import fails here."
         return f"{affected} and guarded{'' if activation.everywhere else ', by the plugin'}."
-    unsure = [name for name in ("D3", "D4") if judged[name][0] == UNKNOWN]
+    unsure = [name for name in ("D3", "D4") if judged[name].state == UNKNOWN]
     if unsure:
         return f"No defect is known to apply here; whether {' or '.join(unsure)} does could not be told."
-    if verdict is None:
+    if case.verdict is None:
         return "FlashInfer is not installed here: nothing is to be guarded, and a crash here has another cause."
     return "This machine is not affected: flashinfer-wsfix can be removed here, and a crash here has another cause."
 
 
+def _wrapped(first: str, text: str) -> list[str]:
+    """Wrap after ``first``. A command stays whole, to be copied: its blanks are no blanks while the text is wrapped."""
+    whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+    indent = " " * len(first)
+    wrapper = textwrap.TextWrapper(WIDTH, first, indent, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in wrapper.wrap(whole)]
+
+
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     """Lay the report out for people, in less than 80 columns."""
-
-    def wrap(first: str, text: str) -> list[str]:
-        rest = " " * len(first)
-        # A command stays whole, to be copied: its blanks are no blanks while the text is wrapped.
-        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
-        lines = textwrap.wrap(
-            whole, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
-        )
-        return [line.replace("\0", " ") for line in lines]
-
-    yield from wrap("", found["sentence"])
+    yield from _wrapped("", found["sentence"])
     yield from ("", "Environment")
-    for key, name in ENVIRONMENT.items():
-        yield from wrap(f"  {name:<18}", found["environment"][key] or "none found")
+    for key, (name, *_) in ENVIRONMENT.items():
+        yield from _wrapped(f"  {name:<18}", found["environment"][key] or "none found")
     for gpu in found["environment"]["gpus"] or [None]:
         text = "{name}, compute capability {capability}, driver {driver}".format(**gpu) if gpu else "none found"
-        yield from wrap(f"  {'GPU':<18}", text)
+        yield from _wrapped(f"  {'GPU':<18}", text)
     yield from ("", "Defects")
     for defect in found["defects"]:
         state = f"{defect['state']}{', guarded' if defect['guarded'] else ''}"
-        yield from wrap(f"  {defect['name']}  ", f"{state}: {defect['what']}")
-        yield from wrap("      - ", f"{defect['sentence']}.")
+        yield from _wrapped(f"  {defect['name']}  ", f"{state}: {defect['what']}")
+        yield from _wrapped("      - ", f"{defect['sentence']}.")
     yield from ("", "Activation")
     for row in found["activation"]:
-        yield from wrap("  - ", f"{row['where']}: {row['sentence']}.")
+        yield from _wrapped("  - ", f"{row['where']}: {row['sentence']}.")
     yield from ("", "Findings, and what to do")
     for finding in found["findings"]:
-        yield from wrap("  ! " if finding["problem"] else "  - ", finding["sentence"])
-        yield from wrap("    -> ", finding["advice"])
+        yield from _wrapped("  ! " if finding["problem"] else "  - ", finding["sentence"])
+        yield from _wrapped("    -> ", finding["advice"])
     if not found["findings"]:
         yield "  - none"
     yield from ("", "It is not this bug if")
     for sentence in found["not_this_bug"]:
-        yield from wrap("  - ", sentence)
+        yield from _wrapped("  - ", sentence)
 
 
 def main(json: bool = False) -> int:

@@ -40,8 +40,9 @@ def activate(route: str = "call") -> None:
     ``FLASHINFER_WSFIX_STRICT=1``.
     """
     try:
-        if route not in routes:
-            routes.append(route)
+        if route not in routes and not (routes and route == "import"):
+            # Every other route imports the package too, so that one counts alone only.
+            routes[:] = [known for known in routes if known != "import"] + [route]
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
         # "flashinfer" is not watched itself: it stands for the moment between a finder's answer for flashinfer.gemm and

@@ -80,7 +80,7 @@ def status() -> Status:
         return Status(
             version=__version__,
             pid=os.getpid(),
-            routes=active_routes(),
+            routes=tuple(hook.routes),
             targets=tuple(
                 TargetStatus(name, versions.get(name), verdict.state, verdict.reason, verdict.sites)
                 for name, verdict in verdicts.items()
@@ -110,11 +110,6 @@ class WorkerStatus:
         return status().as_dict()
 
 
-def active_routes() -> tuple[str, ...]:
-    """Name the routes of activation. Every other route imports the package too, so "import" counts alone only."""
-    return tuple(route for route in hook.routes if route != "import") or tuple(hook.routes)
-
-
 def count(counter: str, by: int = 1) -> None:
     """Add to one of the counters of ``status()``."""
     with lock:
@@ -133,7 +128,7 @@ def record(target: str, verdict: Verdict, version: str | None) -> None:
         log(logging.WARNING, f"{verdict.reason}.")
     elif verdict.state == "guarded":
         gate = f"; gate on SM12x: {', '.join(gates)}" if target == "flashinfer" and gates else ""
-        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(active_routes())}).")
+        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(hook.routes)}).")
     else:
         log(logging.INFO, f"{verdict.reason}{_removal()}.")
 

@@ -41,7 +41,7 @@ def driver(tmp_path, runtime_env):
 
 def test_a_worker_is_activated_before_its_first_task(tmp_path):
     """Tasks and actors, while the driver is not."""
-    worker = (["import", "Ray"], True, False, False)
+    worker = (["Ray"], True, False, False)
     hook = {"worker_process_setup_hook": "flashinfer_wsfix.startup.ray_worker"}
     assert driver(tmp_path, hook) == f"{worker} {worker} False"
 

@@ -1,7 +1,8 @@
 """Run the tests in processes of their own, two at a time: each release of FlashInfer, and each file of other tests.
 
 ``python tests/each_release.py default [pytest arguments]`` runs `tests/real` on six releases, and all other tests once;
-``affected`` runs `tests/real` on every affected release. The last line adds all of them up.
+a release in place of ``default``, on that one alone; ``affected`` runs `tests/real` on every affected release, and no
+other tests. The last line adds all of them up.
 """
 
 import re
@@ -34,7 +35,7 @@ def run(name: str, options: list[str]) -> tuple[Counter[str], str]:
 
 def main(which: str, options: list[str]) -> int:
     total: Counter[str] = Counter()
-    runs = [*(OTHERS if which == "default" else ()), *releases.LISTS[which]]
+    runs = [*(OTHERS if which != "affected" else ()), *releases.LISTS.get(which, [which])]
     with ThreadPoolExecutor(2) as pool:
         running = {pool.submit(run, name, options): name for name in runs}
         for future in as_completed(running):

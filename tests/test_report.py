@@ -12,6 +12,12 @@ import fresh
 from test_activation import LATE, UTILS, lines
 
 
+def test_what_is_loaded_late_is_listed_as_well():
+    import flashinfer_wsfix
+
+    assert set(flashinfer_wsfix.__all__) <= set(dir(flashinfer_wsfix))
+
+
 def start():
     """FlashInfer, guarded."""
     fresh.flashinfer("0.6.14")

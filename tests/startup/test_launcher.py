@@ -51,8 +51,9 @@ def test_options_of_the_command_are_the_commands(environment):
     assert ran.stdout.strip() == "['--json', '--', '-h', 'two words']"
 
 
-def test_without_a_command(environment):
-    ran = launched(environment)
+@pytest.mark.parametrize("nothing", [[], ["--"]])
+def test_without_a_command(environment, nothing):
+    ran = launched(environment, *nothing)
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
     assert "run needs a command" in ran.stderr
 
@@ -125,6 +126,12 @@ def test_two_copies_of_ours_end(environment, tmp_path):
     (third / "sitecustomize.py").write_text("print('third')")
     ran = launched(environment, environment.python, "-c", PROBE, PYTHONPATH=f"{tmp_path}:{third}")
     assert (ran.stdout.splitlines(), ran.stderr) == (["third", ON], "")
+
+
+def test_loaded_by_its_path_it_activates_and_takes_nobodys_place(environment):
+    """As somebody's own sitecustomize may do, whose folder is not ours."""
+    code = f"import runpy; runpy.run_path('{environment.site / BOOTSTRAP / 'sitecustomize.py'}')"
+    assert output([environment.python, "-c", code + PROBE]) == ON
 
 
 # --- interpreters that are not ours ----------------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def test_it_is_inert_once_the_package_is_gone(enabled):
 def test_no_error_of_ours_leaves_half_of_it(environment):
     """Nothing can be written: one sentence, and the folder as it was."""
     before = environment.files()
-    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-    code += "from flashinfer_wsfix import startup; raise SystemExit(startup.enable())"
+    code = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, r.RLIM_INFINITY))\n"
+    code += "from flashinfer_wsfix import startup; ended = startup.enable()\n"
+    code += "r.setrlimit(r.RLIMIT_FSIZE, (r.RLIM_INFINITY,) * 2); raise SystemExit(ended)"
     ran = run([environment.python, "-B", "-c", code])
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
     assert "cannot write" in ran.stderr and "nothing was changed" in ran.stderr
@@ -162,6 +163,17 @@ def test_a_user_installation_is_enabled_in_the_users_site_packages(environment, 
     assert not os.path.exists(f"{site}/{FILE}")
 
 
+def test_metadata_elsewhere_on_the_path_does_not_decide(environment, tmp_path):
+    """As of a checkout that PYTHONPATH leads to: the user's installation is what counts."""
+    base, home, site = user_site(environment, tmp_path)
+    (tmp_path / "flashinfer_wsfix.egg-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: flashinfer-wsfix\nVersion: 0\n"
+    (tmp_path / "flashinfer_wsfix.egg-info/PKG-INFO").write_text(metadata)
+    enable = run([base, "-m", "flashinfer_wsfix", "enable"], PYTHONPATH=str(tmp_path), **home)
+    run([base, "-m", "flashinfer_wsfix", "disable"], **home)  # wherever it went: `base` is not the test's own
+    assert enable.stdout.startswith(f"{site}/{FILE} is written"), enable.stderr
+
+
 def test_a_venv_does_not_touch_the_users_site_packages(enabled, tmp_path):
     _, home, site = user_site(enabled, tmp_path)
     assert os.path.exists(f"{site}/{FILE}")
@@ -205,7 +217,7 @@ def test_a_start_file_names_a_callable_that_activates(enabled_3_15):
     points, call = entry_points(enabled_3_15)
     assert len(points) == 1 and re.fullmatch(r"\w+:\w+", points[0])
     probe = "import sys; print(sys.modules['flashinfer_wsfix.hook'].routes)"
-    assert output([enabled_3_15.python, "-c", call + probe]) == "['import', 'start-up file']"
+    assert output([enabled_3_15.python, "-c", call + probe]) == ON
 
 
 def test_a_start_file_is_inert_once_the_package_is_gone(enabled_3_15):
@@ -215,13 +227,24 @@ def test_a_start_file_is_inert_once_the_package_is_gone(enabled_3_15):
     assert output([enabled_3_15.python, "-c", call + "print('ran')"]) == "ran"
 
 
+def test_where_the_last_of_the_three_cannot_be_written_none_stays(environment):
+    before = environment.files()
+    block = "import os, sysconfig; taken = f'{sysconfig.get_path(\"purelib\")}/FILE.{os.getpid()}'; os.mkdir(taken)"
+    ran = run([environment.python, "-c", block.replace("FILE", FILE) + WRITE])
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert "nothing was changed" in ran.stderr
+    assert {name.rpartition(".")[0] for name in environment.files() - before} == {FILE}  # the folder in the way
+
+
 def test_disable_removes_the_start_file_and_what_python_made_of_its_module(enabled_3_15):
+    """And nothing that Python made of another's."""
     _, call = entry_points(enabled_3_15)
     output([enabled_3_15.python, "-c", call])
     assert list(enabled_3_15.site.glob("__pycache__/_flashinfer_wsfix_start*"))
+    (enabled_3_15.site / "__pycache__/another.pyc").touch()
     assert enabled_3_15.cli("disable").returncode == 0
     assert not NEW & enabled_3_15.files()
-    assert not list(enabled_3_15.site.glob("__pycache__/*"))
+    assert [path.name for path in enabled_3_15.site.glob("__pycache__/*")] == ["another.pyc"]
 
 
 def test_nothing_is_written_where_wrapt_is_missing(environment):

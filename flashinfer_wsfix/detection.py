@@ -32,6 +32,8 @@ EXECUTES = {"execute", "execute_plan_at_index"}
 # What each upstream fix leaves behind in the functions that execute a cuDNN graph, and what was there before 0.6.12.
 FIXES = (("_gemm_workspace_at_least", "#4666"), ("_grow_workspace", "#4399"), ("zeros", "#4553"))
 CALL_LOCAL = "empty"
+# What moves a tensor's memory as `resize_` does; no known release has any of it where it executes a graph.
+OTHER_MEANS = {"set_", "resize_as_"}
 
 
 class Verdict(NamedTuple):
@@ -150,8 +152,10 @@ def _problem(site: Function) -> str | None:
 def _unknown(function: Function) -> str | None:
     """Say whether a function grows a workspace in a way that is neither a site's nor a known harmless one."""
     names = set(function.code.co_names)
-    grows = "numel" in names and names & EXECUTES and PARAMETERS & set(parameters(function.code))
-    if not grows or names & {"resize_", CALL_LOCAL, *(mark for mark, _ in FIXES)}:
+    if not (names & EXECUTES and PARAMETERS & set(parameters(function.code))):
+        return None
+    known = "numel" not in names or names & {"resize_", CALL_LOCAL, *(mark for mark, _ in FIXES)}
+    if known and not names & OTHER_MEANS:
         return None
     return f"{function.module}.{function.name} grows its workspace by other means"
 

@@ -48,7 +48,7 @@ def activate(route: str = "call") -> None:
         # "flashinfer" is not watched itself: it stands for the moment between a finder's answer for flashinfer.gemm and
         # that module's place in sys.modules, which we would otherwise miss in another thread's import.
         for name in ("flashinfer", *WATCHED):
-            spec = _spec(name)
+            spec = _spec(sys.modules.get(name))
             if getattr(spec, "_initializing", False):
                 _watch(spec)
                 if not spec._initializing:  # it finished in between
@@ -72,10 +72,10 @@ def deactivate() -> "tuple[str, ...]":
     return patching.undo_all() if patching else ()
 
 
-def _spec(name: str) -> "Any":
-    """Return an imported module's spec, or None. Not by ``getattr``, which would load a lazy module."""
+def _spec(module: object) -> "Any":
+    """Return a module's spec, or None. Not by ``getattr``, which would load a lazy module."""
     try:
-        return object.__getattribute__(sys.modules.get(name), "__spec__")
+        return object.__getattribute__(module, "__spec__")
     except AttributeError:
         return None
 
@@ -83,7 +83,7 @@ def _spec(name: str) -> "Any":
 def is_complete(name: str) -> bool:
     """Say whether a module has been executed to its end: not half-imported, nor prepared by a lazy loader."""
     module = sys.modules.get(name)
-    return not (module is None or is_lazy(module) or getattr(_spec(name), "_initializing", False))
+    return not (module is None or is_lazy(module) or getattr(_spec(module), "_initializing", False))
 
 
 def is_lazy(module: object) -> bool:
@@ -141,10 +141,7 @@ class _Finder:
             find_spec = getattr(finder, "find_spec", None)
             spec = find_spec(name, path, target) if find_spec and finder is not self else None
             if spec is not None:
-                try:
-                    _tell(spec)
-                except Exception as error:
-                    _failed(WATCHED[name], error)
+                _tell(spec, name)
                 return spec
         return None
 
@@ -152,8 +149,16 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _tell(spec: "Any") -> None:
-    """Have the loader of this spec call us after it has executed a watched module.
+def _tell(spec: "Any", name: str) -> None:
+    """Have the loader of this spec call us after it has executed the watched module ``name``. Never raises."""
+    try:
+        _ask(spec)
+    except Exception as error:
+        _failed(WATCHED[name], error)
+
+
+def _ask(spec: "Any") -> None:
+    """Replace ``exec_module`` of the spec's loader.
 
     An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on
     seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
@@ -165,11 +170,12 @@ def _tell(spec: "Any") -> None:
 
     def exec_module(module: "Any") -> None:
         execute(module)  # theirs: not guarded by us
-        spec = object.__getattribute__(module, "__spec__")
-        if is_lazy(module):  # only made ready: another loader executes it when it is used
-            _tell(spec)
-        elif getattr(spec, "name", None) in WATCHED:
-            _loaded(spec.name)
+        spec = _spec(module)
+        name = getattr(spec, "name", None)
+        if name in WATCHED and is_lazy(module):  # only made ready: another loader executes it when it is used
+            _tell(spec, name)
+        elif name in WATCHED:
+            _loaded(name)
 
     exec_module.tells_wsfix = True  # type: ignore[attr-defined]
     try:

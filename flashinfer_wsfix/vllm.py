@@ -50,30 +50,40 @@ def _state_of(instance: Any) -> _State:
         return state
 
 
+def _publish(instance: Any, state: _State, buffer: torch.Tensor) -> None:
+    """Give vLLM its own, unarmed view of a buffer: it must work without us as well."""
+    with report.lock:
+        newest = state.lane.generations[-1]
+        if newest.numel() < buffer.numel():  # of a call that is being captured
+            instance._workspace_buf = state.local = buffer.detach()
+        elif newest.data_ptr() != state.published.data_ptr():
+            # Not `buffer`: another thread may have grown the lane further since.
+            instance._workspace_buf = state.published = newest.detach()
+
+
 def workspace_guard(ensure_size: FunctionType) -> Wrapper:
     """Make the wrapper that lets ``SM100Workspace.ensure_size`` say what it needs, and grows by a lane's rules."""
 
     def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             state = _state_of(instance)
+            if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
+                instance._workspace_buf, state.local = state.published, None
+            asking = _Asking(instance)
         except Exception as error:
             unguarded(f"vLLM's {SM100_WORKSPACE[1]}", error)
             return wrapped(*args, **kwargs)
-        if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
-            instance._workspace_buf, state.local = state.published, None
         try:
-            return ensure_size(_Asking(instance), *args, **kwargs)
+            return ensure_size(asking, *args, **kwargs)
         except workspace.Overflow as overflow:
             size = overflow.size
-        buffer = state.lane.buffer_for(size, instance._workspace_buf)
-        # vLLM gets its own, unarmed view of a buffer: it must work without us as well.
-        with report.lock:
-            newest = state.lane.generations[-1]
-            if newest.numel() < size:
-                instance._workspace_buf = state.local = buffer.detach()
-            elif newest.data_ptr() != state.published.data_ptr():
-                # Not `buffer`: another thread may have grown the lane further since.
-                instance._workspace_buf = state.published = newest.detach()
+        try:
+            _publish(instance, state, state.lane.buffer_for(size, instance._workspace_buf))
+        except RuntimeError:  # torch has no memory: vLLM's own call would say the same
+            raise
+        except Exception as error:
+            unguarded(f"vLLM's {SM100_WORKSPACE[1]}", error)
+            return wrapped(*args, **kwargs)
         return None
 
     return wsfix_ensure_size

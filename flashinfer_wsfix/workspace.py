@@ -138,7 +138,7 @@ class Lane:
                 report.warn_once(
                     ("grow", self.name, self.device),
                     f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({error}): this call"
-                    " gets a temporary buffer and the lane stays as it was. Leave more device memory free.",
+                    " gets a temporary buffer and the lane stays as it was. If memory is short, leave more of it free.",
                 )
         if size <= tensor.numel() and not self.generations and not scratch:
             own = arm(tensor.detach())

@@ -30,12 +30,10 @@ def state(target=0):
 
 
 def guards_on(name):
-    """How many of our wrappers lie over one another at the site."""
-    from flashinfer_wsfix.guards import Guard
-
+    """How many of our wrappers, of whichever copy of the package, lie over one another at the site."""
     value, count = vars(sys.modules[GEMM_BASE])[name], 0
     while value is not None:
-        count += type(value) is Guard
+        count += getattr(type(value), "is_wsfix_guard", False)
         value = getattr(value, "__wrapped__", None)
     return count
 
@@ -367,9 +365,14 @@ def test_reload(name):
     assert retired  # a reload of utils starts a new cache; the old buffers are kept by whom they were given to
 
 
+@pytest.mark.parametrize("deactivates", [False, True])
 @fresh.process
-def test_a_reload_of_utils_frees_no_buffer():
-    """`importlib.reload(flashinfer.utils)` drops the whole cache, whose buffers captured graphs may hold."""
+def test_a_reload_of_utils_frees_no_buffer(deactivates):
+    """`importlib.reload(flashinfer.utils)` drops the whole cache, whose buffers captured graphs may hold.
+
+    Nor does `deactivate()`, which lets go of the guarded cache of before the reload.
+    """
+    import gc
     import weakref
 
     import torch
@@ -380,6 +383,10 @@ def test_a_reload_of_utils_frees_no_buffer():
     alive = weakref.ref(sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu")))
     importlib.reload(sys.modules[UTILS])
     assert_guarded()
+    if deactivates:
+        assert sys.modules["flashinfer_wsfix"].deactivate() == ()
+        assert_stock()
+    gc.collect()
     assert alive() is not None
 
 
@@ -461,6 +468,21 @@ def test_deactivate_before_the_import():
     importlib.import_module("flashinfer")
     assert_stock()
     assert flashinfer_wsfix.status().routes == ()
+
+
+@fresh.process
+def test_a_finder_that_is_there_twice_is_taken_out_wholly():
+    """A tool that saves and restores sys.meta_path may leave two of it."""
+    fresh.flashinfer("0.6.14")
+    import flashinfer_wsfix
+
+    finder = sys.meta_path[0]
+    sys.meta_path.append(finder)
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert flashinfer_wsfix.deactivate() == () and finder not in sys.meta_path
+    importlib.import_module(LATE)
+    assert_stock()
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -697,6 +719,36 @@ def test_lazy_loader(name, first):
 
 
 @fresh.process
+def test_an_error_of_ours_does_not_reach_who_loads_a_lazy_module():
+    """We are told of it twice: when it is made ready, and when it is loaded."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    asked = []
+
+    def ask_once(spec, ask=flashinfer_wsfix.hook._ask):
+        asked.append(spec)
+        if len(asked) == 2:
+            raise LookupError("ours")
+        ask(spec)
+
+    class Lazy(importlib.abc.MetaPathFinder):
+        def find_spec(self, asked, path=None, target=None):
+            spec = importlib.machinery.PathFinder.find_spec(asked, path, target)
+            if asked == LATE:
+                spec.loader = importlib.util.LazyLoader(spec.loader)
+            return spec
+
+    flashinfer_wsfix.hook._ask = ask_once
+    sys.meta_path.insert(1, Lazy())
+    module = importlib.import_module(LATE)
+    assert module.__name__ == LATE and callable(module.execute_cudnn_bf16_fp4_graph)
+    assert len(asked) == 2
+    assert said.getvalue().count("LookupError") == 1
+
+
+@fresh.process
 def test_lazy_modules_of_others_stay_lazy():
     """Looking for copied names in all modules loads none that only waits to be loaded."""
     fresh.flashinfer("0.6.14")
@@ -710,6 +762,101 @@ def test_lazy_modules_of_others_stay_lazy():
     assert type(lazy) is not types.ModuleType  # `type` looks at no attribute
     assert flashinfer_wsfix.deactivate() == ()
     assert type(lazy) is not types.ModuleType
+
+
+@pytest.mark.parametrize("change", ["del __spec__", "__spec__ = None"])
+@fresh.process
+def test_a_module_that_does_away_with_its_spec(change, tmp_path):
+    """Its import works as it does without us, and the package is looked at in its turn."""
+    copy = fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": lambda text: f"{text}\n{change}\n"})
+    fresh.flashinfer("0.6.14", copy)
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert len(lines(said)) == 1, said.getvalue()
+
+
+@fresh.process
+def test_wrappers_without_an_end():
+    """A function that names itself as what it wraps, and an object that answers to every name."""
+    import signal
+
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer")
+
+    def cyclic():
+        pass
+
+    class Anything:
+        __module__ = GEMM_BASE
+
+        def __getattr__(self, name):
+            return Anything()
+
+    cyclic.__module__, cyclic.__wrapped__ = GEMM_BASE, cyclic
+    vars(sys.modules[GEMM_BASE]).update(cyclic=cyclic, anything=Anything())
+    signal.alarm(30)
+    importlib.import_module("flashinfer_wsfix")
+    assert_guarded()
+
+
+@fresh.process
+def test_a_second_copy_of_the_package():
+    """Imported anew, as some tools do, it finds the first one's guards and adds none; what comes later is told once."""
+    from unittest import mock
+
+    import torch
+
+    import arguments
+    import fakes
+
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    cache, site = sys.modules[UTILS]._cache_buf, vars(sys.modules[GEMM_BASE])[SITE]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer_wsfix"]:
+        del sys.modules[name]
+    said = fresh.listen()
+    package = importlib.import_module("flashinfer_wsfix")
+    assert sys.modules[UTILS]._cache_buf is cache and vars(sys.modules[GEMM_BASE])[SITE] is site
+    assert state() == "guarded" and len(package.status().targets[0].sites) == 8
+    with mock.patch.object(package.patching, "refresh", wraps=package.patching.refresh) as refresh:
+        importlib.import_module(LATE)
+    assert refresh.call_count == 1
+    assert len(package.status().targets[0].sites) == 10
+    assert guards_on(SITE) == guards_on(GATE) == 1
+    assert "WARNING" not in said.getvalue()
+    with fakes.install(sys.modules["flashinfer"]):
+        for number, row in enumerate(arguments.SITES):
+            own = sys.modules[UTILS]._get_cache_buf(f"{number}", 1 << 20, torch.device("cpu"))
+            graph = fakes.Graph(2 << 20, look=False)
+            arguments.call(row, graph, own)
+            assert graph.last.numel == 40 << 20 and own.numel() == 1 << 20
+
+
+MEANS = {
+    "getattr": 'getattr(WORKSPACE, "resize_")(workspace_size)',
+    "set_": "WORKSPACE.set_(torch.empty(workspace_size, dtype=torch.uint8))",
+    "resize_as_": "WORKSPACE.resize_as_(torch.empty(workspace_size, dtype=torch.uint8))",
+    "storage": "WORKSPACE.untyped_storage().resize_(workspace_size)",
+    "a function of its own": "_fit(WORKSPACE, workspace_size)",
+}
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("sites", ["all", "one"])
+def test_a_workspace_that_is_moved_by_other_means_is_unsupported(means, sites):
+    """Never not-affected, nor guarded but for one site."""
+    from test_detection import GROWTH, in_fp8, judged
+
+    grow = "    if WORKSPACE.numel() < workspace_size:\n        " + MEANS[means] + "\n"
+
+    def change(source):
+        return GROWTH.sub(lambda found: grow.replace("WORKSPACE", found[1]), source)
+
+    verdict = judged("0.6.14", change if sites == "all" else lambda source: in_fp8(source, change))
+    assert (verdict.state, verdict.sites) == ("unsupported", ())
 
 
 @fresh.process

@@ -224,3 +224,46 @@ def test_calls_of_a_site(style, captured):
             sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
 
         each_fault(attempt, prepare)
+
+
+def test_a_call_while_the_interpreter_ends(tmp_path):
+    """From an exit handler, and later on, when a thread that is started would never run."""
+    last_calls(folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "finalizing"]
+
+
+@fresh.process
+def last_calls(folder):
+    import atexit
+    import faulthandler
+    from pathlib import Path
+
+    import torch
+
+    import arguments
+    import fakes
+
+    without_gemm()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module(GEMM)
+    faulthandler.dump_traceback_later(30, exit=True)
+
+    site, inputs = arguments.SITES[4].live(), arguments.tensors(arguments.SITES[4])
+    own = {
+        when: sys.modules[UTILS]._get_cache_buf(when, 1 << 20, torch.device("cpu")) for when in ("atexit", "finalizing")
+    }
+
+    def call(when):
+        assert sys.is_finalizing() == (when == "finalizing")
+        for size in (1 << 10, 3 << 20):  # FlashInfer's own buffer does for one, and not for the other
+            graph = fakes.Graph(size)
+            site(graph, *inputs, own[when])
+            assert len(graph.executions) == 1 and graph.last.zeroed
+        Path(folder, when).touch()
+
+    class Last:
+        def __del__(self):
+            call("finalizing")
+
+    atexit.register(call, "atexit")
+    sys.last_value = Last()  # among the first that the interpreter clears

@@ -19,6 +19,7 @@ LATEST = VLLM_RELEASES[-1]
 PRELUDE = """
 import sys, torch, fakes, memory
 MIB = 1 << 20
+torch.use_deterministic_algorithms(True)  # what is not zeroed is full of ones
 fakes.install()
 hm.vllm("{release}")
 sys.path.insert(0, {folder!r})  # of another cutlass_mla.py than the release's
@@ -185,6 +186,19 @@ except RuntimeError:
 assert small.get_buf() is own and lanes()["SM100Workspace"].generation == 1
 assert ask(2 * MIB, small).numel() == 2 * MIB
 """)
+
+
+@pytest.mark.parametrize("ours", ["_state_of", "_Asking", "_publish"])
+def test_an_error_of_ours_leaves_vllms_own_growth(ours):
+    """vLLM has what it asked for, and one warning says that it is unguarded."""
+    logged = passes(f"""
+def fail(*args):
+    raise LookupError("ours")
+sys.modules["flashinfer_wsfix.vllm"].{ours} = fail
+size = workspace.get_buf().numel()
+assert ask(size + 1).numel() == size + 1 and ask(2 * size).numel() == 2 * size
+""")
+    assert logged.count("WARNING") == logged.count("SM100Workspace runs UNGUARDED") == 1
 
 
 @pytest.mark.parametrize("made_in, grown_in", [(True, False), (False, True), (True, True)])

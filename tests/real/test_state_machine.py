@@ -386,3 +386,24 @@ def test_whatever_happens_the_contract_holds(quick, release):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_lane_settles_on_no_buffer_once_another_thread_has_made_a_generation(quick, sites):
+    """Growing fails in one thread; before that one takes FlashInfer's own buffer instead, another publishes."""
+    name, device = KEYS[0]
+    tensor = sys.modules["flashinfer.utils"]._get_cache_buf(name, OWN, device, zero_init=True)
+    lane, arm = workspace.lane_of(tensor), workspace.arm
+
+    def overtaken(buffer):
+        with mock.patch.object(workspace, "arm", arm):
+            pool.submit(lane.grow, KIB).result(20)
+        return arm(buffer)
+
+    graph = fakes.Graph(KIB, look=False)
+    with fakes.out_of_memory(0), mock.patch.object(workspace, "arm", overtaken):
+        arguments.call(sites[0], graph, tensor)
+    assert graph.last.data_ptr == tensor.data_ptr()
+    [generation] = lane.generations
+    assert lane.current is generation
+    arguments.call(sites[0], graph, tensor)
+    assert graph.last.workspace is generation

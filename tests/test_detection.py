@@ -1,10 +1,13 @@
 """Detection reads what a FlashInfer does from its code: live and from source, of known releases and unknown shapes."""
 
+import ast
+import functools
 import json
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,205 @@ def judged(release, change=lambda source: source):
             source = source_of(release, module)
             functions += detection.source_functions(module, change(source) if module == hook.GEMM_BASE else source)
     return detection.judge(functions, release)
+
+
+# --- one property at a time, on sources of a few lines ----------------------------------------------------------------
+
+SITE = """
+def run(graph, workspace, size):
+    if workspace.numel() < size:
+        workspace.resize_(size)
+    graph.execute({}, workspace)
+"""
+GATE = "def fp8_gemm_sm100(a, runner_names): pass\n"
+GATE_RENAMED = GATE.replace("runner_names", "names")
+
+
+def judged_lines(source, module=hook.GEMM_BASE):
+    return detection.judge(list(detection.source_functions(module, source)), "1.0")
+
+
+def growing(statement):
+    """A function that executes a graph, and does this where its workspace is too small."""
+    return SITE.replace("workspace.resize_(size)", statement)
+
+
+SHAPES = {
+    "a site": (SITE, "guarded"),
+    "an execute by plan": (SITE.replace("execute", "execute_plan_at_index"), "guarded"),
+    "a generator": (SITE + "    yield\n", "unsupported"),
+    "a coroutine": (SITE.replace("def", "async def"), "unsupported"),
+    "an asynchronous generator": (SITE.replace("def", "async def") + "    yield\n", "unsupported"),
+    "a site in a function": ("def make():" + SITE.replace("\n", "\n    "), "unsupported"),
+    "no comparison of sizes": (SITE.replace("workspace.numel()", "len(workspace)"), "unsupported"),
+    "no graph": (SITE.replace("execute", "replay"), "unsupported"),
+    "another parameter that is resized": (SITE.replace("workspace.resize_", "graph.resize_"), "unsupported"),
+    "a gate": (SITE + GATE, "guarded"),
+    "a gate without its parameter": (SITE + GATE_RENAMED, "unsupported"),
+    "a gate that is decorated": (f"{SITE}@cache\n{GATE}", "unsupported"),
+    "a gate of an unknown shape and no site": (GATE_RENAMED, "not-affected"),
+    "growth by other means": (growing("workspace = torch.ones(size)"), "unsupported"),
+    "growth by set_": (growing("workspace.set_(torch.empty(size))"), "unsupported"),
+    "growth by resize_as_": (growing("workspace.resize_as_(torch.empty(size))"), "unsupported"),
+    "a move that compares no sizes": (growing("workspace.set_(buffer)").replace("numel", "size"), "unsupported"),
+    "a move where no graph is executed": ("def run(workspace, size):\n    workspace.set_(size)\n", "not-affected"),
+    "a call-local buffer": (growing("workspace = torch.empty(size)"), "not-affected"),
+    "a comparison of sizes alone": (growing("raise ValueError").replace("execute", "check"), "not-affected"),
+    "a comparison with nothing of ours": (growing("pass").replace("workspace", "scratchpad"), "not-affected"),
+    "a graph alone": ("def run(graph, workspace):\n    graph.execute({}, workspace)\n", "not-affected"),
+    "a fix where no graph is executed": ("def make(size):\n    return torch.zeros(size)\n", "not-affected"),
+    "nothing": ("", "not-affected"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_source_with(shape):
+    source, state = SHAPES[shape]
+    verdict = judged_lines(source)
+    assert (verdict.state, verdict.sites) == (state, (f"{hook.GEMM_BASE}.run",) if state == "guarded" else ())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_live_module_with(shape):
+    """It is judged as its source is."""
+    source, _ = SHAPES[shape]
+    module = types.ModuleType(hook.GEMM_BASE)
+    module.cache = functools.cache
+    exec(source, vars(module))
+    assert detection.judge(list(detection.live_functions(module)), "1.0") == judged_lines(source)
+
+
+def test_a_function_with_the_name_of_a_gate_elsewhere_is_no_gate():
+    assert judged_lines(SITE + GATE_RENAMED, hook.GEMM_BF16_FP4).state == "guarded"
+
+
+def test_of_two_problems_the_first_is_named():
+    source = SITE.replace("def", "async def") + SITE.replace("run", "other").replace("numel", "size")
+    assert f"({hook.GEMM_BASE}.run is decorated" in judged_lines(source).reason
+
+
+LIVE = """
+from json import dumps
+import functools
+
+def plain():
+    def inner(): pass
+
+@functools.wraps(plain)
+def around(): pass
+
+class Class:
+    attribute = 1
+    def method(self): pass
+
+def last(): pass
+"""
+
+
+def test_live_functions_are_a_modules_own_with_what_they_hold():
+    """A guard of ours, and what was put around it, does not show."""
+    from flashinfer_wsfix import guards
+
+    module = types.ModuleType("live")
+    exec(LIVE, vars(module))
+    plain = module.plain
+    guarded = guards.Guard(plain, lambda wrapped, instance, args, kwargs: None)
+    for module.plain in (plain, guarded, functools.wraps(guarded)(lambda: None)):
+        assert [(function.name, function.direct) for function in detection.live_functions(module)] == [
+            ("plain", True), ("plain.inner", False), ("around", False), ("around.inner", False), ("Class", False),
+            ("last", True),
+        ]  # fmt: skip
+        assert all(function.module == "live" for function in detection.live_functions(module))
+
+
+def test_an_object_that_answers_to_every_name_is_no_guard():
+    class Endless:
+        def __getattr__(self, name):
+            return self
+
+    assert detection.guard_in(Endless()) is detection.guard_in(print) is None
+
+
+def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypatch):
+    """It may be missing, a mere folder, without metadata, or have a package where others have a file."""
+    from importlib import invalidate_caches, metadata  # noqa: F401, while sys.path is whole
+
+    def judged_at(path):
+        monkeypatch.setattr(sys, "path", [str(path)])
+        invalidate_caches()
+        return detection.judge_installed()
+
+    assert judged_at(tmp_path) is None
+    (tmp_path / "flashinfer/gemm/gemm_base").mkdir(parents=True)
+    assert judged_at(tmp_path) is None
+    (tmp_path / "flashinfer/__init__.py").write_text("raise SystemExit")
+    verdict = judged_at(tmp_path)
+    assert (verdict.state, "of unknown version" in verdict.reason) == ("not-affected", True)
+    (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE)
+    assert judged_at(tmp_path).sites == (f"{hook.GEMM_BASE}.run",)
+    verdict = judged_at(folder("0.6.18.post1"))
+    assert (sorted(verdict.sites), "FlashInfer 0.6.18.post1 " in verdict.reason) == (sorted(TEN), True)
+
+
+RESIZED = f"""
+import sys
+from flashinfer_wsfix.detection import resized
+
+def parameter(workspace, size):
+    workspace.resize_(size)
+
+def attribute(holder, size):
+    holder.buffer.resize_(size)
+
+def anything_else(holder, workspace, size):
+    holder[workspace].resize_(size)
+    make().resize_(size)
+
+def two_names_at_once(first, second, third):
+    print(second, first.resize_(third), first, second.resize_(third), second, third.resize_(first))
+
+def after_the_255th_name(workspace, size):
+    {"; ".join(f"name_{number}" for number in range(700))}
+    workspace.resize_(size)
+    workspace.buffer.resize_(size)
+
+def kept_in_a_closure(workspace, size):
+    made = size
+    print(lambda: made)
+    workspace.resize_(size)
+
+def held_by_a_closure(workspace, size):
+    workspace.resize_(size)
+    return lambda: workspace
+
+def not_called(workspace):
+    workspace.resize_
+
+def not_resized(workspace):
+    workspace.numel()
+
+ours = [value for value in vars().values() if getattr(value, "__module__", None) == "__main__"]
+print({{function.__name__: resized(function.__code__) for function in ours}})
+"""
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_resized_reads_the_bytecode_of_other_pythons(version):
+    package = str(Path(detection.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {package!r})\n{RESIZED}"
+    ran = subprocess.run([python(version), "-S", "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ast.literal_eval(ran.stdout) == {
+        "parameter": ["workspace"],
+        "attribute": [".buffer"],
+        "anything_else": ["", ""],
+        "two_names_at_once": ["first", "second", "third"],
+        "after_the_255th_name": ["workspace", ".buffer"],
+        "kept_in_a_closure": ["workspace"],
+        "held_by_a_closure": [""],
+        "not_called": ["workspace"],
+        "not_resized": [],
+    }
 
 
 # --- releases ---------------------------------------------------------------------------------------------------------
@@ -347,6 +549,7 @@ def python(version):
 
 READ = """
 import sys
+import types
 from pathlib import Path
 from flashinfer_wsfix import detection, hook
 for folder in sys.argv[1:]:

@@ -5,6 +5,8 @@ import os
 import pytest
 from flashinfer_wsfix import settings
 
+import fresh
+
 NAMES = [setting.variable for setting in settings.SETTINGS]
 
 
@@ -78,3 +80,10 @@ def test_defaults_are_written_as_one_would_write_them(monkeypatch):
     for setting in settings.SETTINGS:
         monkeypatch.setenv(setting.variable, setting.default)
     assert settings.read() == default
+
+
+@fresh.process
+def test_lanes_have_their_default_before_the_settings_are_read():
+    from flashinfer_wsfix import workspace
+
+    assert workspace.first_bytes == settings.read()[0].workspace_bytes == 40 << 20

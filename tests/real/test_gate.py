@@ -186,6 +186,28 @@ def test_the_list_that_is_handed_on_keeps_its_order():
     assert handed == [["b", "a", "c"], ["z", "y"], ["cudnn"], [], None]
 
 
+def test_the_list_may_come_by_keyword_and_what_comes_after_it_is_passed_on():
+    from flashinfer_wsfix import guards
+
+    handed = []
+    wrapper = guards.gate("fp8", 1, "runner_names", "a")
+    a, names = torch.zeros(1), ["cudnn", "b"]
+    with mock.patch("torch.cuda.get_device_capability", return_value=(12, 0)):
+        for args, kwargs in (((a, names, 1, 2), {"last": 3}), ((a,), {"runner_names": names, "last": 3})):
+            wrapper(lambda *args, **kwargs: handed.append((args, kwargs)), None, args, kwargs)
+    assert handed == [((a, ["b"], 1, 2), {"last": 3}), ((a,), {"runner_names": ["b"], "last": 3})]
+
+
+def test_the_device_of_a_decides(kind, guard, gemm_base):
+    function = {"fp8": gemm_base.fp8_gemm_sm100, "bf16": gemm_base.bf16_gemm_sm100}[kind]
+    tensors, names, handed = [torch.zeros(1), torch.zeros(1, device="meta")], ["cudnn", "b"], []
+    with mock.patch("torch.cuda.get_device_capability", lambda device: (12 if device.type == "cpu" else 9, 0)):
+        for a, b in (tensors, tensors[::-1]):
+            kwargs = {"a": a, "b": b, "runner_names": names}
+            function._self_wrapper(lambda a, b, runner_names: handed.append(runner_names), None, (), kwargs)
+    assert handed == [["b"], names]
+
+
 def test_it_is_said_once_for_each_data_type_and_counted(guard, flashinfer, graph, on, caplog):
     on((12, 0))
     for _ in range(3):

@@ -4,9 +4,11 @@ The number in a test's name is the point that it shows. A graph's replay is stoo
 that a cuDNN execute was given.
 """
 
+import collections
 import contextlib
 import copy
 import gc
+import importlib.util
 import inspect
 import itertools
 import os
@@ -789,6 +791,206 @@ def test_where_only_the_doubled_size_fails_the_call_still_works(site, generation
     with fakes.out_of_memory(0):
         execution = call(site, 1000, tensor)
     assert same(execution.workspace, lane().current if generations else tensor)
+
+
+# --- observing, and errors of ours ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def observing(guard, monkeypatch, caplog):
+    monkeypatch.setenv("FLASHINFER_WSFIX", "observe")
+    guard.activate()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+def test_observing_logs_each_move_and_changes_nothing(site, style, captured, observing, caplog):
+    tensor = own()
+    old = tensor.data_ptr()
+    assert call(site, OWN, tensor, style=style).workspace is tensor
+    assert caplog.messages == []
+    with fakes.capturing() if captured else contextlib.nullcontext():
+        assert call(site, MORE, tensor, style=style, look=False).workspace is tensor
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    moved = f"{NAME} on cpu, {OWN} bytes at {old:#x} -> {MORE} bytes at {tensor.data_ptr():#x}"
+    assert f"MOVED by FlashInfer: lane {moved}, capturing {'yes' if captured else 'no'}," in record.getMessage()
+    assert workspace.lanes() == ()
+
+
+def test_observing_wraps_the_sites_alone(guard, gemm_base, sites, observing):
+    from flashinfer_wsfix import guards
+
+    assert guard.status().targets[0].state == "observing"
+    assert all(guards.is_guarded(site.live()) for site in sites)
+    assert not guards.is_guarded(gemm_base.fp8_gemm_sm100)
+    assert type(sys.modules["flashinfer.utils"]._cache_buf) is dict
+
+
+def test_observing_names_what_is_in_no_cache_scratch(fp8, observing, caplog):
+    call(fp8, MORE, torch.zeros(256, dtype=torch.uint8), look=False)
+    assert "lane scratch on cpu, 256 bytes" in caplog.text
+
+
+def test_observing_lets_a_wrong_call_and_an_exception_of_the_site_be(fp8, observing, caplog):
+    test_9_a_wrong_call_fails_as_in_stock(fp8)
+    error = ValueError("plan")
+    with pytest.raises(ValueError) as caught:
+        arguments.call(fp8, fakes.Graph(MORE, error=error, look=False), own())
+    assert (caught.value, error.__context__) == (error, None)
+    assert "MOVED by FlashInfer" in caplog.text
+
+
+def fail(*unused):
+    raise LookupError("ours")
+
+
+def test_an_error_of_ours_while_observing_hides_where_it_was_and_no_more(fp8, observing, caplog, monkeypatch):
+    monkeypatch.setattr(workspace, "cache_key", fail)
+    assert call(fp8, MORE, own(), look=False).numel == MORE
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "hid where (LookupError('ours'))" in caplog.text
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+@pytest.mark.parametrize("place", ["lane_of", "buffer_for"])
+def test_where_we_fail_flashinfers_own_code_runs_and_that_is_said_once(site, style, place, caplog, monkeypatch):
+    """Once per call, on the caller's own tensor."""
+    monkeypatch.setattr(workspace if place == "lane_of" else workspace.Lane, place, fail)
+    tensor = own()
+    for size in (1000, OWN):
+        execution = call(site, size, tensor, style=style)
+        assert (execution.workspace is tensor, execution.numel) == (True, OWN)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a cuDNN GEMM runs UNGUARDED" in caplog.text and "LookupError('ours')" in caplog.text
+
+
+def test_what_a_guard_runs_is_not_compiled_where_torch_compile_is_in_use(monkeypatch):
+    from flashinfer_wsfix import guards
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.SimpleNamespace(disable=lambda function: [function]))
+    assert guards.uncompiled(fail) == [fail]
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert guards.uncompiled(fail) is fail
+
+
+# --- lanes by themselves ----------------------------------------------------------------------------------------------
+
+CUDA_1 = torch.device("cuda", 1)
+
+
+def test_on_a_gpu_the_zero_fill_is_waited_for_in_the_thread_that_asked_for_it(monkeypatch):
+    zeros, done = torch.zeros, []
+
+    class Stream:
+        def synchronize(self):
+            done.append(threading.current_thread().name)
+
+    monkeypatch.setattr(torch, "zeros", lambda nbytes, dtype, device: zeros(nbytes, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: done.append(device) or Stream())
+    workspace._zeroed(8, CUDA_1)
+    workspace._zeroed(8, CPU)
+    assert done == [CUDA_1, "flashinfer-wsfix"]
+
+
+def test_whether_a_stream_is_captured_is_asked_for_the_tensors_device(monkeypatch):
+    """-1 is torch's word for leaving the device as it is. Where torch does not answer, nothing is captured."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(asked.append(device)))
+    with fakes.capturing():
+        assert workspace.is_capturing(CUDA_1) and workspace.is_capturing(CPU)
+    assert asked == [CUDA_1, -1]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", mock.Mock(side_effect=RuntimeError))
+    assert workspace.is_capturing(CPU) is False
+
+
+def test_what_another_thread_has_made_meanwhile_is_used(fp8):
+    tensor = own()
+    for size in (MORE, FIRST + 256, 2 * FIRST + 256):
+        call(fp8, size, tensor, look=False)
+    last = lane().generations[-1]
+    assert (len(lane().generations), last.numel()) == (3, 4 * FIRST)
+    lane().current = lane().generations[0]
+    assert lane().grow(4 * FIRST) is last
+    assert lane().buffer_for(4 * FIRST, tensor) is last
+    assert lane().current is last
+    assert len(lane().generations) == 3
+
+
+def test_each_generation_is_logged_with_both_addresses(fp8, caplog):
+    caplog.clear()
+    for size in (MORE, FIRST + 256):
+        call(fp8, size, own(), look=False)
+    one = f"{FIRST} bytes at {lane().generations[0].data_ptr():#x}"
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert f"generation 1: lane {NAME} on cpu, 0 bytes at 0x0 -> {one}, capturing no" in caplog.messages[0]
+    assert f"generation 2: lane {NAME} on cpu, {one} -> {2 * FIRST} bytes" in caplog.messages[1]
+
+
+def test_what_avoids_an_overflow_depends_on_whose_lane_it_is(caplog):
+    """presize() knows FlashInfer's lanes alone."""
+    for name in (NAME, "SM100Workspace"):
+        caplog.clear()
+        with fakes.capturing():
+            workspace.Lane(name, CPU).buffer_for(MORE, torch.zeros(1))
+        assert ("presize()" in caplog.text, "Run that shape once" in caplog.text) == (name == NAME, name != NAME)
+
+
+def test_a_lane_that_was_asked_for_nothing_has_no_high_water_mark():
+    assert workspace.Lane(NAME, CPU).high_water == 0
+
+
+def test_presizing_to_the_setting_is_no_request(guard):
+    with fakes.available():
+        guard.presize(CPU, lanes=[NAME])
+    assert (guard.status().lanes[0].high_water, guard.status().lanes[0].nbytes) == (0, FIRST)
+
+
+# --- what is guarded --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_activation_puts_nothing_around_a_guard(guard, gemm_base, sites):
+    def guarded():
+        return [*(site.live() for site in sites), gemm_base.fp8_gemm_sm100, gemm_base.bf16_gemm_sm100]
+
+    before, cache = guarded(), sys.modules["flashinfer.utils"]._cache_buf
+    guard.activate()
+    assert all(one is other for one, other in zip(before, guarded(), strict=True))
+    assert {type(function.__wrapped__) for function in before} == {types.FunctionType}
+    assert sys.modules["flashinfer.utils"]._cache_buf is cache
+
+
+def test_a_cache_that_is_no_plain_dictionary_leaves_all_as_it_is(guard, sites, monkeypatch):
+    from flashinfer_wsfix import guards
+
+    guard.deactivate()
+    monkeypatch.setattr(sys.modules["flashinfer.utils"], "_cache_buf", collections.OrderedDict())
+    guard.activate()
+    [verdict] = [target for target in guard.status().targets if target.name == "flashinfer"]
+    assert (verdict.state, "keeps its workspaces in a way" in verdict.reason) == ("unsupported", True)
+    assert not any(guards.is_guarded(site.live()) for site in sites)
+
+
+def test_the_verdict_names_the_version_where_flashinfer_does(guard, flashinfer, release, monkeypatch):
+    assert guard.status().targets[0].reason.startswith(f"FlashInfer {release} ")
+    monkeypatch.delattr(flashinfer, "__version__")
+    guard.activate()
+    assert guard.status().targets[0].reason.startswith("FlashInfer of unknown version ")
+
+
+def test_a_module_that_is_only_made_ready_is_not_loaded_by_our_reading(guard, monkeypatch):
+    """importlib.util.LazyLoader executes it at the first look into it; its own turn comes then."""
+    spec = importlib.util.find_spec(arguments.BF16_FP4)
+    if spec is None:
+        pytest.skip("this release has no such module")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    monkeypatch.setitem(sys.modules, arguments.BF16_FP4, lazy)
+    guard.activate()
+    assert type(lazy) is not types.ModuleType
+    assert guard.status().targets[0].state == "guarded"
 
 
 # --- all of it at random ----------------------------------------------------------------------------------------------

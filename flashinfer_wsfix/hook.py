@@ -51,10 +51,8 @@ def activate(route: str = "call") -> None:
             spec = _spec(sys.modules.get(name))
             if getattr(spec, "_initializing", False):
                 _watch(spec)
-                if not spec._initializing:  # it finished in between
-                    spec._initializing = False
         for name in (GEMM, CUTLASS_MLA, KERNEL_WARMUP):
-            if is_complete(name):  # else its own turn comes
+            if is_complete(name):  # by now; else its own turn comes
                 _loaded(name)
     except Exception as error:
         _failed("activation", error)
@@ -118,8 +116,8 @@ def _failed(target: str, error: Exception) -> None:
     except Exception:
         if sys.stderr is not None:
             sys.stderr.write(
-                f"flashinfer-wsfix: {target} is NOT guarded, because of an error of ours ({error!r}); it runs as if"
-                " flashinfer-wsfix were not installed.\n"
+                f"flashinfer-wsfix: NOT guarded ({target}), because of an error of ours ({error!r}): FlashInfer and"
+                " vLLM run as if flashinfer-wsfix were not installed.\n"
             )
 
 

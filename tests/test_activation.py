@@ -266,21 +266,52 @@ def test_from_inside_the_import(name, when):
     assert len(lines(said)) == 1 and "all guarded" in lines(said)[0], said.getvalue()
 
 
-def test_after_an_import_that_failed(tmp_path):
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_after_an_import_that_failed(tmp_path, when):
     failing = "gemm/routergemm.py"
-    failed_import(folder=tmp_path, failing=failing)
+    failed_import(folder=tmp_path, failing=failing, when=when)
 
 
 @fresh.process
-def failed_import(folder, failing):
+def failed_import(folder, failing, when):
     """FlashInfer's own error comes out as it is, and the import that works later is guarded."""
-    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", folder, {failing: lambda text: "raise OSError('theirs')\n" + text}))
-    importlib.import_module("flashinfer_wsfix")
+    middle = "import flashinfer_wsfix; flashinfer_wsfix.activate('again'); " if when == "in the middle" else ""
+    fails = {failing: lambda text: f"{middle}raise OSError('theirs')\n" + text}
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", folder, fails))
+    if when == "before":
+        importlib.import_module("flashinfer_wsfix")
     with pytest.raises(OSError, match="theirs"):
         importlib.import_module("flashinfer")
     (folder / "flashinfer" / failing).write_text((folder / "flashinfer" / failing).read_text().split("\n", 1)[1])
     importlib.invalidate_caches()
     importlib.import_module("flashinfer")
+    assert_guarded()
+
+
+@fresh.process
+def test_where_not_even_our_log_can_be_had():
+    """One sentence of what it means, and FlashInfer works. At its end the interpreter takes `sys.meta_path` away."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
+    sys.modules["flashinfer_wsfix.report"] = None
+    importlib.import_module("flashinfer")
+    assert said.getvalue().startswith("flashinfer-wsfix: NOT guarded (flashinfer), because of an error of ours (")
+    finders, sys.meta_path = sys.meta_path, None
+    flashinfer_wsfix.activate()
+    sys.meta_path = finders
+    assert said.getvalue().splitlines()[-1].startswith("flashinfer-wsfix: NOT guarded (activation), because of")
+
+
+@fresh.process
+def test_deactivated_while_a_module_is_imported():
+    """Nothing is wrapped behind the back of who has switched us off."""
+    fresh.flashinfer("0.6.14")
+    flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
+    sys.meta_path.insert(0, Pause(GEMM_BASE, "run", flashinfer_wsfix.deactivate))
+    importlib.import_module("flashinfer")
+    assert (state(), guards_on(SITE)) == ("pending", 0)
+    flashinfer_wsfix.activate()
     assert_guarded()
 
 
@@ -611,7 +642,7 @@ class Around(importlib.abc.Loader):
         self.seen.append(module.__name__)
 
 
-class Slots(importlib.abc.Loader):
+class Slots:  # not of importlib.abc.Loader, whose instances take attributes
     """A loader whose instances take no attributes."""
 
     __slots__ = ("loader",)

@@ -284,6 +284,35 @@ def test_vllm_on_sm100(environment: Environment) -> None:
     assert findings(environment.ask()) == ["plugin kept out"]
 
 
+def test_no_longer_needed(environment: Environment) -> None:
+    """The advice takes it out."""
+    environment.add(releases.fetch("0.7.4"))
+    environment.put_gpu(*H100)
+    environment.run("enable")
+    found = environment.ask()
+    assert (states(found), findings(found)) == ("AUAA", ["not needed"])
+    assert "`flashinfer-wsfix disable`" in advice(found, "not needed")
+    environment.run("disable")
+    assert findings(environment.ask()) == []
+
+
+def test_vllm_without_a_gpu(environment: Environment) -> None:
+    """Whether D4 applies is known where the server runs; what then guards it is said here."""
+    environment.add(releases.fetch("0.7.4"))
+    environment.add(hosts.vllm("0.33.0"))
+    environment.variables["VLLM_PLUGINS"] = "other"
+    found = environment.ask()
+    assert found["sentence"] == "No defect is known to apply here; whether D3 or D4 does could not be told."
+    assert (states(found), findings(found)) == ("AUUU", ["D4 unguarded"])
+    assert environment.run("enable").returncode == 0
+    assert findings(environment.ask()) == []
+
+
+def test_vllm_that_has_no_such_workspace(environment: Environment) -> None:
+    environment.declare("vllm", "0.99")
+    assert environment.ask()["defects"][3]["sentence"] == "vLLM 0.99 has no SM100Workspace that moves"
+
+
 def test_vllm_on_another_gpu(environment: Environment) -> None:
     environment.add(hosts.vllm("0.33.0"))
     environment.put_gpu(*H100)
@@ -442,6 +471,27 @@ def test_failing_probes(environment: Environment) -> None:
     assert findings(found) == ["unsupported FlashInfer", "probe failed", "probe failed"]
     (environment.folder / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert environment.ask()["environment"]["gpus"] == []
+
+
+def test_children_that_do_not_start(affected: Environment) -> None:
+    """Nothing is known to be guarded then, and that is what is said."""
+    (affected.site_packages / "ends.pth").write_text("import sys; '-c' in sys.orig_argv and sys.exit('no children')\n")
+    found = affected.ask()
+    assert [row["active"] for row in found["activation"]] == [None, None]
+    assert all(row["sentence"].startswith("could not be tried: ") for row in found["activation"])
+    assert "no children" in found["activation"][0]["sentence"]
+    assert findings(found) == ["not active"]
+
+
+def test_children_that_say_nothing() -> None:
+    with pytest.raises(doctor.NoAnswer, match=r"^it printed nothing$"):
+        doctor._python("print('hello')")
+
+
+def test_cudnn_that_came_from_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library says 92301 for 9.23.1."""
+    monkeypatch.setattr(doctor, "_python", lambda code: 92301)
+    assert doctor._cudnn() == "9.23.1"
 
 
 def test_children_have_a_time_limit() -> None:

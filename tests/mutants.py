@@ -143,7 +143,8 @@ def make_copy(folder: Path) -> Path:
     skipped = shutil.ignore_patterns("__pycache__", ".releases", ".hosts")
     for name in ("flashinfer_wsfix", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=skipped)
-    for name in ("tests/.releases", "tests/.hosts"):
+    for name in ("tests/.releases", "tests/.hosts"):  # what is fetched for one copy is there for all
+        (ROOT / name).mkdir(exist_ok=True)
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "setup.cfg", folder)
     return folder

@@ -174,6 +174,8 @@ def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypa
     """It may be missing, a mere folder, without metadata, or have a package where others have a file."""
     from importlib import invalidate_caches, metadata  # noqa: F401, while sys.path is whole
 
+    real = folder("0.6.18.post1")
+
     def judged_at(path):
         monkeypatch.setattr(sys, "path", [str(path)])
         invalidate_caches()
@@ -187,7 +189,7 @@ def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypa
     assert (verdict.state, "of unknown version" in verdict.reason) == ("not-affected", True)
     (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE)
     assert judged_at(tmp_path).sites == (f"{hook.GEMM_BASE}.run",)
-    verdict = judged_at(folder("0.6.18.post1"))
+    verdict = judged_at(real)
     assert (sorted(verdict.sites), "FlashInfer 0.6.18.post1 " in verdict.reason) == (sorted(TEN), True)
 
 

@@ -8,13 +8,14 @@ import ast
 import dis
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from .hook import GEMM_BASE, GEMM_BF16_FP4
+from .hook import GEMM, GEMM_BASE, GEMM_BF16_FP4
 from .sites import GATES, SITES
 
 MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
@@ -129,6 +130,12 @@ def resized(code: CodeType) -> list[str]:
     return found
 
 
+def resizes_only(code: CodeType, attribute: str) -> bool:
+    """Say whether a method resizes this attribute of its object and sets none: then another can take its place."""
+    sets = any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code))
+    return resized(code) == [f".{attribute}"] and not sets
+
+
 def parameters(code: CodeType) -> tuple[str, ...]:
     """Name the parameters that can be passed by position."""
     return code.co_varnames[: code.co_argcount]
@@ -191,9 +198,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
 def source_of(module: str) -> str | None:
     """Read the source of a module of an installed package, which is not imported; None where there is none.
 
-    Raises OSError and UnicodeDecodeError where it cannot be read.
+    Raises OSError, SyntaxError and UnicodeDecodeError where it cannot be read.
     """
-    from importlib.util import find_spec
+    from importlib.util import decode_source, find_spec
 
     package, *rest = module.split(".")
     spec = find_spec(package)
@@ -201,7 +208,7 @@ def source_of(module: str) -> str | None:
         place = Path(folder, *rest)
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             if file.is_file():
-                return file.read_text(encoding="utf-8")
+                return decode_source(file.read_bytes())
     return None
 
 
@@ -211,13 +218,16 @@ def judge_installed() -> Verdict | None:
     Raises OSError, UnicodeDecodeError and SyntaxError where its source cannot be read.
     """
     from importlib import metadata
+    from importlib.util import find_spec
 
-    if source_of("flashinfer") is None:  # a mere folder is none
+    spec = find_spec("flashinfer")
+    if spec is None or not spec.origin:  # a mere folder has no origin
         return None
-    try:
-        version = metadata.version("flashinfer-python")
-    except metadata.PackageNotFoundError:
-        version = "of unknown version"
     sources = {module: source_of(module) for module in (GEMM_BASE, GEMM_BF16_FP4)}
+    if not sources[GEMM_BASE] and (source_of("flashinfer") is None or "gemm_base" in (source_of(GEMM) or "")):
+        raise FileNotFoundError(f"the source of {GEMM_BASE} does not lie beside {spec.origin}")
+    version = None
+    with suppress(Exception):  # without metadata, or with broken ones, it is judged all the same
+        version = metadata.version("flashinfer-python")
     functions = [source_functions(module, source) for module, source in sources.items() if source]
-    return judge([function for each in functions for function in each], version)
+    return judge([function for each in functions for function in each], version or "of unknown version")

@@ -7,7 +7,8 @@ source, and what has to be tried is tried in children with a time limit. A probe
 
 - ``sentence``: the overall judgement. ``problem``: true where the exit status is 1.
 - ``environment``: ``flashinfer``, ``torch``, ``cudnn`` (the backend), ``vllm``, ``sglang``, ``wrapt``, ``python`` and
-  ``flashinfer_wsfix``, each a version or null; ``gpus``, a list of ``name``, ``capability`` ("12.0") and ``driver``.
+  ``flashinfer_wsfix``, each a version or null; ``executable``, the path of that Python; ``gpus``, a list of ``name``,
+  ``capability`` ("12.0") and ``driver``.
 - ``defects``: for each of D1 to D4 its ``name``, ``what`` it is, ``state`` ("applies", "does not apply", "unknown"),
   ``guarded`` (true only where it applies and new processes are guarded against it), and the ``sentence``.
 - ``activation``: what was tried, each with ``where``, ``active`` (true, false, or null where it could not be tried),
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -54,13 +56,14 @@ ENVIRONMENT = {
     "sglang": ("SGLang", "sglang"),
     "wrapt": ("wrapt", "wrapt"),
     "python": ("Python",),
+    "executable": ("",),
     "flashinfer_wsfix": ("flashinfer-wsfix",),
 }
 
 NOT_THIS_BUG = (
     "cuBLAS says CUBLAS_STATUS_NOT_SUPPORTED (flashinfer #3255);",
     "cuBLAS crashes while FlashInfer tunes on a B200 (flashinfer #3085);",
-    "the GPU is sm_86, or the process never imports FlashInfer: the same symptom was reported there, of other causes.",
+    "the process never imports FlashInfer. On sm_86, too, the same symptom was reported of another cause.",
 )
 
 
@@ -126,7 +129,7 @@ import flashinfer.gemm
 with contextlib.suppress(ModuleNotFoundError):
     importlib.import_module("{GEMM_BF16_FP4}")
 target = sys.modules["{NAME}.report"].status().targets[0]
-print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason)))
+print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """
 
 # For containers whose cuDNN did not come from a wheel.
@@ -143,7 +146,7 @@ class NoAnswer(Exception):
 def _run(command: list[str], seconds: float = 30) -> str:
     """Run a command and return its output. Raises NoAnswer where it does not end well in time."""
     try:
-        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"no answer within {seconds:.0f} s") from None
     except OSError as error:
@@ -165,12 +168,10 @@ def _python(code: str, *arguments: str, seconds: float = 30) -> Any:
 
 
 def _version(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed and says so."""
     for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+        with suppress(Exception):
+            return metadata.version(distribution) or None  # type: ignore[redundant-expr,unused-ignore]
     return None
 
 
@@ -193,14 +194,14 @@ def _gpus() -> list[dict[str, str]]:
 
 def _environment() -> dict[str, Any]:
     found: dict[str, Any] = {key: _version(*brought_by) for key, (_, *brought_by) in ENVIRONMENT.items()}
-    found.update(python=platform.python_version(), flashinfer_wsfix=__version__, gpus=_gpus())
-    return found | {"cudnn": found["cudnn"] or _cudnn()}
+    found.update(python=platform.python_version(), executable=sys.executable, flashinfer_wsfix=__version__)
+    return found | {"cudnn": found["cudnn"] or _cudnn(), "gpus": _gpus()}
 
 
 def _has_gpu(environment: dict[str, Any], major: str) -> bool | None:
-    """Say whether a GPU of this major compute capability is here; None where no GPU is found."""
-    gpus = environment["gpus"]
-    return any(gpu["capability"].split(".")[0] == major for gpu in gpus) if gpus else None
+    """Say whether a GPU of this major compute capability is here; None where no GPU is found that says its own."""
+    majors = [gpu["capability"].split(".")[0] for gpu in environment["gpus"]]
+    return major in majors if any(map(str.isdigit, majors)) else None
 
 
 # --- activation -------------------------------------------------------------------------------------------------------
@@ -253,10 +254,11 @@ def _activation(moving: bool) -> Activation:
     everywhere = True in seen and False not in seen
     plugins = {}
     for host in HOSTS:
-        if _version(host.package) is not None:
-            loads = host.group in fresh.get("declared", ()) and _allowed(host) and source_of(host.loader) is not None
+        has_loader = source_of(host.loader) is not None
+        if has_loader or _version(host.package) is not None:
+            loads = has_loader and host.group in fresh.get("declared", ()) and _allowed(host)
             plugins[host.package] = loads
-            sentence = f"{host.name} {'loads' if loads else 'does NOT load'} our plugin"
+            sentence = f"{host.name} would {'' if loads else 'NOT '}load our plugin"
             tell(f"workers of {host.name}", loads, ["plugin"] * loads, sentence)
     real, untried = None, ""
     if moving and (everywhere or any(plugins.values())):
@@ -302,31 +304,42 @@ def _d3(environment: dict[str, Any], guarded: bool, gate: tuple[str, ...]) -> Ju
     cudnn, sm12x, fixed = environment["cudnn"], _has_gpu(environment, "12"), ".".join(map(str, CUDNN_FIXED))
     if sm12x is False:
         return Judgement(ABSENT, False, "only SM12x GPUs have it (RTX PRO 6000, RTX 50xx, GB10)")
-    if cudnn is not None and tuple(int(part) for part in cudnn.split(".")[:3]) >= CUDNN_FIXED:
+    version = tuple(map(int, re.findall(r"\d+", cudnn or "")[:3]))
+    if version >= CUDNN_FIXED:
         return Judgement(ABSENT, False, f"cuDNN {cudnn} is not older than {fixed}")
-    if sm12x is None or cudnn is None:
+    if sm12x is None or not version:
         missing = "no GPU" if sm12x is None else "no cuDNN"
         return Judgement(UNKNOWN, False, f"SM12x GPUs have it with cuDNN before {fixed}, and {missing} was found here")
-    gated = guarded and set(gate) == {row.name for row in GATES}
-    done = "the gate keeps it" if gated else "NOT kept"
-    return Judgement(APPLIES, gated, f"cuDNN {cudnn} on SM12x: {done} out of the fp8 and bf16 auto-tuning")
+    left_in = [row.name for row in GATES if row.name not in gate or not guarded]
+    done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else "the gate keeps it out of the fp8 and bf16"
+    return Judgement(APPLIES, not left_in, f"cuDNN {cudnn} on SM12x: {done} auto-tuning")
+
+
+def _sm100_workspace() -> str:
+    """Say whether the vLLM that is installed moves its ``SM100Workspace``: "no", "yes", or "in an unknown way"."""
+    _, name, method, buffer = SM100_WORKSPACE
+    functions = detection.source_functions(CUTLASS_MLA, source_of(CUTLASS_MLA) or "")
+    moving = [function for function in functions if "resize_" in function.code.co_names]
+    if not moving:
+        return "no"
+    known = [function.name for function in moving] == [f"{name}.{method}"]
+    return "yes" if known and detection.resizes_only(moving[0].code, buffer) else "in an unknown way"
 
 
 def _d4(environment: dict[str, Any], guarded: bool) -> Judgement:
-    if environment["vllm"] is None:
+    if environment["vllm"] is None and source_of(CUTLASS_MLA) is None:
         return Judgement(ABSENT, False, "vLLM is not installed here")
-    vllm, source = f"vLLM {environment['vllm']}", source_of(CUTLASS_MLA)
-    method = ".".join(SM100_WORKSPACE[1:3])
-    functions = detection.source_functions(CUTLASS_MLA, source) if source else ()
-    if not any(function.name == method and "resize_" in function.code.co_names for function in functions):
+    vllm = f"vLLM {environment['vllm'] or 'of unknown version'}"
+    sm100, moves = _has_gpu(environment, "10"), _sm100_workspace()
+    if moves == "no":
         return Judgement(ABSENT, False, f"{vllm} has no {SM100_WORKSPACE[1]} that moves")
-    sm100 = _has_gpu(environment, "10")
     if sm100 is False:
         return Judgement(ABSENT, False, f"{vllm} has it on SM100 GPUs only (B200, GB200)")
-    moves = f"{vllm} moves it with CUTLASS MLA on SM100, {'' if guarded else 'NOT '}guarded here"
-    if sm100 is None:
-        return Judgement(UNKNOWN, False, f"no GPU was found here; {moves}")
-    return Judgement(APPLIES, guarded, moves)
+    guarded = guarded and moves == "yes"
+    how = f"{vllm} moves it with CUTLASS MLA on SM100{'' if moves == 'yes' else ', ' + moves}"
+    found = "no GPU was found here; " if sm100 is None else ""
+    sentence = f"{found}{how}, {'' if guarded else 'NOT '}guarded here"
+    return Judgement(APPLIES if sm100 else UNKNOWN, bool(sm100) and guarded, sentence)
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
@@ -358,15 +371,16 @@ def _of_defects(case: Case) -> Iterator[Finding]:
         yield Finding("unsupported FlashInfer", True, f"{case.verdict.reason}.", UPGRADE)
     elif case.judged["D3"][:2] == (APPLIES, False):
         left_in = [row.name for row in GATES if row.name not in case.config.gate]
-        upgrade = f"upgrade the cuDNN backend to {'.'.join(map(str, CUDNN_FIXED))} or newer"
+        newer = f"the cuDNN backend to {'.'.join(map(str, CUDNN_FIXED))} or newer"
         if case.verdict is not None and not case.verdict.sites:
             sentence = "D3 applies, and flashinfer-wsfix has no gate for this FlashInfer."
-            advice = f"Either {upgrade}, or start vLLM with VLLM_DISABLED_KERNELS=FlashInferFP8ScaledMMLinearKernel."
-            yield Finding("old cuDNN", True, sentence, advice)
+            yield Finding("old cuDNN", True, sentence, f"Upgrade {newer}.")
         elif left_in:
             sentence = f"D3 applies, and {settings.PREFIX}_GATE leaves cuDNN in for {' and '.join(left_in)}."
-            yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or {upgrade}.")
-    if case.judged["D4"].state == APPLIES and not case.config.vllm:
+            yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or upgrade {newer}.")
+    if case.judged["D4"].state == APPLIES and _sm100_workspace() != "yes":
+        yield Finding("unsupported vLLM", True, f"{case.judged['D4'].sentence}.", "Report it with this output.")
+    elif case.judged["D4"].state == APPLIES and not case.config.vllm:
         sentence = f"D4 applies, and {settings.PREFIX}_VLLM is off."
         yield Finding("vLLM left alone", True, sentence, f"Unset {settings.PREFIX}_VLLM.")
 
@@ -380,7 +394,7 @@ def _of_activation(case: Case) -> Iterator[Finding]:
     if case.config.mode != "on":
         sentence = f"{settings.PREFIX}={os.environ[settings.PREFIX]} is set: nothing is guarded."
         yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX}.")
-    if util.find_spec("wrapt") is None:
+    if util.find_spec("wrapt") is None and activation.fresh.get("installed", True):
         yield Finding("wrapt missing", True, "wrapt is not installed: nothing can be guarded.", "`pip install wrapt`.")
     elif activation.real and activation.real.state not in ("guarded", "observing", "disabled"):
         yield Finding("guard failed", True, f"{activation.real.reason}.", UPGRADE)
@@ -389,7 +403,10 @@ def _of_activation(case: Case) -> Iterator[Finding]:
         yield Finding("not tried", False, f"{activation.untried}: that it gets guarded is not verified.", advice)
     if activation.everywhere:
         return
-    if activation.fresh and not activation.fresh["installed"]:
+    if not activation.fresh:
+        sentence = "It could not be tried whether new processes are guarded."
+        yield Finding("not started", True, sentence, f"Make `{sys.executable} -c pass` work here first.")
+    elif not activation.fresh["installed"]:
         sentence = "flashinfer-wsfix is not installed in this environment: new processes do not find it."
         yield Finding("not installed", True, sentence, f"{INSTALL}. Then run {ENABLE}.")
     elif activation.covers():
@@ -413,7 +430,7 @@ def _of_start_up_files(case: Case) -> Iterator[Finding]:
     for file in (Path(folder, START_UP_FILE) for folder in fresh.get("folders", ()) if not fresh["importable"]):
         if file.is_file():
             sentence = f"{file} is left over: it does nothing, since {NAME} cannot be imported there."
-            advice = f"{INSTALL} if it is needed here, else `rm {file}`."
+            advice = f"{INSTALL}, if it is needed here; else `rm {file}`."
             yield Finding("orphaned start-up file", _is_unguarded(case), sentence, advice)
 
 
@@ -423,7 +440,7 @@ def _of_sitecustomize(case: Case) -> Iterator[Finding]:
     places = [place for folder in folders for place in (folder / "sitecustomize", folder / "sitecustomize.py")]
     files = [place / "__init__.py" if place.is_dir() else place for place in places]
     found = [file for file in files if file.is_file()]
-    if not found or _mentions_us(found[0]):  # the launcher's runs the one that it shadows
+    if not found or _mentions_us(found[0]) or case.activation.everywhere:  # the launcher's runs what it shadows
         return
     for file in found[1:]:
         if _mentions_us(file):
@@ -444,7 +461,7 @@ def _of_removal(case: Case) -> Iterator[Finding]:
     """Say when the package can go, or has something to do only where a GPU is."""
     if case.verdict is None or case.verdict.state not in ("not-needed", "not-affected"):
         return
-    if case.judged["D4"].state == ABSENT and case.activation.everywhere:
+    if case.activation.everywhere and case.judged["D4"].state == ABSENT and case.judged["D3"].state != APPLIES:
         sentence = "flashinfer-wsfix is active here and no longer needed."
         advice = "`flashinfer-wsfix disable`, then `pip uninstall flashinfer-wsfix`."
         yield Finding("not needed", False, sentence, advice)
@@ -480,8 +497,8 @@ def _auto_tune_caches() -> Iterator[Path]:
 
 def _of_auto_tune_caches(case: Case) -> Iterator[Finding]:
     for file in _auto_tune_caches() if case.judged["D3"].state == APPLIES else ():
-        entries = jsonlib.loads(file.read_text(encoding="utf-8")).values()
-        chosen = sum(isinstance(entry, list) and entry[0] in GATED_RUNNERS for entry in entries)
+        text = file.read_text(encoding="utf-8", errors="replace")
+        chosen = sum(text.count(f'"{runner}"') for runner in GATED_RUNNERS)
         if chosen:
             sentence = f"{file} chooses cuDNN's fp8 or bf16 runner {chosen} times."
             advice = "Nothing to do once guarded: the gate passes over them."
@@ -516,12 +533,14 @@ def collect() -> dict[str, Any]:
 
     config, complaints = settings.read()
     environment = probe("the environment", _environment, dict.fromkeys(ENVIRONMENT) | {"gpus": []})
-    unread: Verdict | None = Verdict("unsupported", "FlashInfer's source cannot be read, so what it does is not known")
+    unread: Verdict | None = Verdict("unsupported", "FlashInfer's source cannot be read: it counts as affected")
     verdict = probe("FlashInfer's source", detection.judge_installed, unread)
     if verdict is not None:
         environment["flashinfer"] = environment["flashinfer"] or "of unknown version"
-    moving = verdict is not None and bool(verdict.sites)
+    moving = verdict is not None and (verdict is unread or bool(verdict.sites))
     activation = probe("activation", lambda: _activation(moving), Activation([], False, {}, {}, None, ""))
+    if verdict is unread and activation.real is not None:  # as where there are .pyc files alone
+        verdict = activation.real
     able = config.mode == "on" and util.find_spec("wrapt") is not None
     able = able and (activation.real is None or activation.real.state == "guarded")
     d1, d2 = _d1_d2(verdict, able and activation.covers())
@@ -559,7 +578,7 @@ def _overall(case: Case) -> str:
     if unsure:
         return f"No defect is known to apply here; whether {' or '.join(unsure)} does could not be told."
     if case.verdict is None:
-        return "FlashInfer is not installed here: nothing is to be guarded, and a crash here has another cause."
+        return f"FlashInfer is not installed for {sys.executable}: if your server has it, ask with the server's Python."
     return "This machine is not affected: flashinfer-wsfix can be removed here, and a crash here has another cause."
 
 

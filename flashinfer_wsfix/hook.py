@@ -162,7 +162,9 @@ def _ask(spec: "Any") -> None:
     seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
     """
     loader = spec.loader
-    execute = loader.exec_module
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:  # of a namespace package, or as old as load_module
+        return _watch(spec)
     if getattr(spec, "tells_wsfix", False) or getattr(execute, "tells_wsfix", False):
         return
 

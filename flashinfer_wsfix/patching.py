@@ -1,5 +1,6 @@
 """The only ``setattr`` on foreign code: all of a target's patches or none, and the way back."""
 
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -115,10 +116,13 @@ def undo(target: str) -> list[str]:
 def undo_all() -> tuple[str, ...]:
     """Undo every target. No buffer is freed: graphs may hold their addresses."""
     with report.lock:
+        guarded = any(_applied.values())
         kept = tuple(sentence for target in _applied for sentence in undo(target))
         report.verdicts.update(report.PENDING)
         report.gates = ()
         _modes.clear()
+    if guarded:
+        report.log(logging.INFO, f"{report.INACTIVE.reason}.")
     for sentence in kept:
         report.warn_once(sentence, f"{sentence}.")
     return kept

@@ -11,9 +11,10 @@ from . import __version__, hook
 from .detection import Verdict
 
 PENDING = {
-    "flashinfer": Verdict("pending", "FlashInfer is not imported in this process yet"),
-    "vllm": Verdict("pending", "vLLM's CUTLASS MLA backend and warm-up are not imported in this process yet"),
+    "flashinfer": Verdict("pending", "no import of FlashInfer was seen in this process yet"),
+    "vllm": Verdict("pending", "no import of vLLM's CUTLASS MLA backend or warm-up was seen in this process yet"),
 }
+INACTIVE = Verdict("disabled", "flashinfer-wsfix was deactivated in this process: nothing is guarded")
 COUNTERS = ("growths", "capture_overflows", "gated_calls", "displaced_buffers")
 
 # The one lock of this package but for a lane's own: around patching, publishing and counting, never on the way of an
@@ -82,7 +83,7 @@ def status() -> Status:
             pid=os.getpid(),
             routes=tuple(hook.routes),
             targets=tuple(
-                TargetStatus(name, versions.get(name), verdict.state, verdict.reason, verdict.sites)
+                TargetStatus(name, versions.get(name), *(verdict if hook.routes else INACTIVE))
                 for name, verdict in verdicts.items()
             ),
             gates=gates,

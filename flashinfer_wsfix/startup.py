@@ -47,8 +47,8 @@ import sys
 hook = sys.modules.get("flashinfer_wsfix.hook")
 try:
     import flashinfer_wsfix, wrapt
-except BaseException as error:
-    sys.exit("%s: %s" % (type(error).__name__, error))
+except ImportError as error:
+    sys.exit("%s is not installed there: pip install it first" % (error.name or error))
 if hook is None or "start-up file" not in hook.routes:
     sys.exit("it does not read start-up files there")
 """
@@ -76,6 +76,9 @@ def bootstrap_folder() -> str:
 
 def launch(argv: "list[str]") -> int:
     """Become the command ``argv``, with our ``sitecustomize`` first on ``PYTHONPATH``. Returns only if that fails."""
+    import errno
+    import signal
+
     if argv[:1] == ["--"]:
         argv = argv[1:]
     if not argv:
@@ -90,10 +93,12 @@ def launch(argv: "list[str]") -> int:
     before = os.environ.get("PYTHONPATH", "")
     others = [entry for entry in before.split(os.pathsep) if entry != folder] if before else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *others])}
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and the command would inherit it
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, environment)
     except OSError as error:
-        return _complain(f"cannot run {argv[0]!r}: {error.strerror}", 1)
+        return _complain(f"cannot run {argv[0]!r}: {error.strerror}", 127 if error.errno == errno.ENOENT else 126)
 
 
 def enable() -> int:

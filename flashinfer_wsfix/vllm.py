@@ -1,6 +1,5 @@
 """vLLM's half: ``SM100Workspace.ensure_size`` moves its buffer just the same; ``kernel_warmup`` is where to presize."""
 
-import dis
 import sys
 import weakref
 from types import FunctionType
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 from . import report, settings, workspace
-from .detection import Verdict, live_functions, parameters, resized
+from .detection import Verdict, live_functions, parameters, resizes_only
 from .guards import Guard, Patch, Wrapper, is_guarded, is_sm12x, observed, unguarded
 from .hook import UTILS
 from .sites import LANES, SM100_WORKSPACE, WARMUP
@@ -127,12 +126,6 @@ def _is_plain(function: object) -> bool:
     return type(function) is FunctionType and not hasattr(function, "__wrapped__")
 
 
-def _can_be_asked(ensure_size: FunctionType) -> bool:
-    """Say whether an ``_Asking`` can take the workspace's place: its buffer is resized, and no attribute is set."""
-    sets = any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(ensure_size))
-    return resized(ensure_size.__code__) == [f".{SM100_WORKSPACE[3]}"] and not sets
-
-
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     """Judge the vLLM modules that are imported, and list what has to be set to guard them. Changes nothing."""
     version = getattr(sys.modules.get("vllm"), "__version__", None)
@@ -142,13 +135,14 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     observing = config.mode == "observe"
     patches, sites, said = [], [], []
 
-    module, class_name, method, _ = SM100_WORKSPACE
+    module, class_name, method, buffer = SM100_WORKSPACE
     if module in sys.modules:
         owner = vars(sys.modules[module]).get(class_name)
         ensure_size: Any = vars(owner).get(method) if isinstance(owner, type) else None
         codes = [(found.name, found.code) for found in live_functions(sys.modules[module])]
         moving = [(name, code.co_name) for name, code in codes if "resize_" in code.co_names]
-        known = moving == [(class_name, method)] and _is_plain(ensure_size) and _can_be_asked(ensure_size)
+        known = moving == [(class_name, method)] and _is_plain(ensure_size)
+        known = known and resizes_only(ensure_size.__code__, buffer)
         if known and not is_guarded(ensure_size):
             wrapper = wsfix_observe_ensure_size if observing else workspace_guard(ensure_size)
             patches.append(Patch(owner, method, ensure_size, Guard(ensure_size, wrapper)))

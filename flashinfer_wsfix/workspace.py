@@ -300,7 +300,7 @@ def presize(
 
     FlashInfer's own buffer of each lane is made too, zeroed and at its stock size, where it does not exist yet. Before
     FlashInfer is imported, and while the current stream is capturing, nothing is done but a warning. Raises ValueError
-    for an unknown lane and torch.OutOfMemoryError where memory runs out.
+    for an unknown lane or a negative size, and torch.OutOfMemoryError where memory runs out.
     """
     if device is None or not torch.cuda.is_available():
         return
@@ -312,6 +312,8 @@ def presize(
     for name in names:
         if name not in known:
             raise ValueError(f"FlashInfer has no workspace {name!r}; the lanes are {', '.join(known)}")
+    if nbytes is not None and nbytes < 0:
+        raise ValueError(f"a workspace cannot have {nbytes} bytes")
     if UTILS not in sys.modules or GEMM_BASE not in sys.modules:
         report.warn_once("presize early", "presize() did nothing: FlashInfer is not imported yet. Import it first.")
         return

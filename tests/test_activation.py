@@ -71,7 +71,7 @@ def lines(said):
 def assert_stock():
     import flashinfer_wsfix
 
-    assert flashinfer_wsfix.status().targets[0].state == "pending"
+    assert flashinfer_wsfix.status().targets[0].state == "disabled"
     assert guards_on(SITE) == guards_on(GATE) == 0
     assert type(sys.modules[UTILS]._cache_buf) is dict
 
@@ -310,7 +310,7 @@ def test_deactivated_while_a_module_is_imported():
     flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
     sys.meta_path.insert(0, Pause(GEMM_BASE, "run", flashinfer_wsfix.deactivate))
     importlib.import_module("flashinfer")
-    assert (state(), guards_on(SITE)) == ("pending", 0)
+    assert (state(), guards_on(SITE)) == ("disabled", 0)
     flashinfer_wsfix.activate()
     assert_guarded()
 
@@ -457,6 +457,7 @@ def test_the_two_late_sites():
 def test_deactivate_restores_the_very_objects():
     """Copies that other modules made by name are rebound and restored as well; no buffer is freed."""
     fresh.flashinfer("0.6.14")
+    said = fresh.listen()
     import torch
 
     importlib.import_module("flashinfer")
@@ -475,8 +476,11 @@ def test_deactivate_restores_the_very_objects():
     addresses = [lane.address for lane in flashinfer_wsfix.status().lanes]
     displaced = utils._get_cache_buf("mm_bf16_workspace", 2 << 20, torch.device("cpu"))
 
-    assert flashinfer_wsfix.deactivate() == ()
+    for _ in range(2):
+        assert flashinfer_wsfix.deactivate() == ()
     assert_stock()
+    assert {target.state for target in flashinfer_wsfix.status().targets} == {"disabled"}
+    assert said.getvalue().count("was deactivated in this process: nothing is guarded") == 1
     for module, names in zip(watched, before, strict=True):
         assert all(vars(module)[name] is value for name, value in names.items() if not name.startswith("__"))
     assert utils._cache_buf["mm_bf16_workspace", torch.device("cpu")] is displaced

@@ -212,6 +212,13 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_who_has_seen_enough_gets_no_traceback():
+    """`flashinfer-wsfix doctor | head`, and whatever else writes to a pipe that is closed."""
+    done = demo(None, command=("-c", "import os; from flashinfer_wsfix.__main__ import main; read, write = os.pipe();"
+                " os.close(read); os.dup2(write, 1); raise SystemExit(main(['path']))"))  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_help_names_every_command():
     done = demo(None, "--help", command=("-m", "flashinfer_wsfix"))
     assert done.returncode == 0

@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from flashinfer_wsfix import doctor
+from flashinfer_wsfix.hook import CUTLASS_MLA
 
 import covered
 import hosts
@@ -187,7 +189,7 @@ def test_not_affected(environment: Environment, release: str) -> None:
 def test_no_flashinfer(request: pytest.FixtureRequest, fixture: str) -> None:
     """There is nothing to do, also where wrapt is missing."""
     found = request.getfixturevalue(fixture).ask()
-    assert found["sentence"].startswith("FlashInfer is not installed here")
+    assert found["sentence"].startswith(f"FlashInfer is not installed for {found['environment']['executable']}")
     assert states(found) == "AAAA"
     assert findings(found) == []
 
@@ -308,9 +310,41 @@ def test_vllm_without_a_gpu(environment: Environment) -> None:
     assert findings(environment.ask()) == []
 
 
+def test_vllm_that_resizes_it_in_an_unknown_way(environment: Environment) -> None:
+    """What the guard refuses at run time is not called guarded."""
+    environment.declare("vllm", "0.99")
+    environment.put_gpu(*B200)
+    environment.run("enable")
+    file = environment.site_packages / (CUTLASS_MLA.replace(".", "/") + ".py")
+    file.parent.mkdir(parents=True)
+    (environment.site_packages / "vllm" / "__init__.py").touch()
+    text = "class SM100Workspace:\n def ensure_size(self, size):\n  self._workspace_buf.resize_(size)\n"
+    file.write_text(text)
+    assert (states(environment.ask()), findings(environment.ask())) == ("AAAG", [])
+    file.write_text(text + "  self.size = size\n")
+    found = environment.ask()
+    assert (states(found), findings(found)) == ("AAAO", ["unsupported vLLM"])
+    assert "in an unknown way, NOT guarded here" in found["defects"][3]["sentence"]
+
+
+def test_a_gpu_that_does_not_say_its_capability_may_be_any(environment: Environment) -> None:
+    environment.add(releases.fetch("0.7.4"))
+    environment.put_gpu("GPU", "[N/A]")
+    assert states(environment.ask()) == "AUUA"
+
+
 def test_vllm_that_has_no_such_workspace(environment: Environment) -> None:
     environment.declare("vllm", "0.99")
     assert environment.ask()["defects"][3]["sentence"] == "vLLM 0.99 has no SM100Workspace that moves"
+
+
+def test_vllm_without_metadata(environment: Environment) -> None:
+    """As of a source tree: what is there to be imported counts."""
+    (environment.site_packages / "vllm").symlink_to(hosts.vllm("0.33.0") / "vllm")
+    environment.put_gpu(*B200)
+    found = environment.ask()
+    assert (states(found), found["environment"]["vllm"]) == ("AAAG", None)
+    assert found["sentence"] == "This machine is affected (D4) and guarded, by the plugin."
 
 
 def test_vllm_on_another_gpu(environment: Environment) -> None:
@@ -363,6 +397,9 @@ def test_shadowed_sitecustomize(affected: Environment) -> None:
     found = affected.ask()
     assert (states(found), findings(found)) == ("GGUA", [])
     assert found["activation"][0]["routes"] == ["sitecustomize"]
+    affected.variables["PYTHONPATH"] = f"{other}:{ours}"
+    affected.run("enable")
+    assert findings(affected.ask()) == []
 
 
 def test_sitecustomize_that_is_not_ours(environment: Environment) -> None:
@@ -432,21 +469,55 @@ def test_flashinfer_is_really_imported_in_a_child(affected: Environment, plugin:
     assert row["active"]
 
 
-def test_guard_that_fails_when_tried(environment: Environment) -> None:
-    """By its source this FlashInfer can be guarded; imported, its cache is of an unknown kind. The trial counts."""
-    environment.add(SITE_PACKAGES)  # torch
+def make_flashinfer(environment: Environment, cache: str) -> Path:
+    """A FlashInfer of one site, and torch to import it with; return the file of the site."""
+    environment.add(SITE_PACKAGES)
     folder = environment.site_packages / "flashinfer"
     (folder / "gemm").mkdir(parents=True)
     (folder / "__init__.py").touch()
-    (folder / "utils.py").write_text("_cache_buf = []\n")
+    (folder / "utils.py").write_text(f"_cache_buf = {cache}\n")
     (folder / "gemm" / "__init__.py").write_text("from .. import utils\nfrom . import gemm_base\n")
     (folder / "gemm" / "gemm_base.py").write_text(
         "def execute_cudnn_gemm_fp8_graph(graph, workspace):\n"
         "    if workspace.numel() < 1:\n        workspace.resize_(1)\n    graph.execute(workspace)\n"
     )
+    return folder / "gemm" / "gemm_base.py"
+
+
+def test_guard_that_fails_when_tried(environment: Environment) -> None:
+    """By its source this FlashInfer can be guarded; imported, its cache is of an unknown kind. The trial counts."""
+    make_flashinfer(environment, "[]")
     environment.run("enable")
     found = environment.ask()
     assert (states(found), findings(found)) == ("OOAA", ["guard failed"])
+
+
+def test_flashinfer_without_source(environment: Environment) -> None:
+    """Compiled alone it cannot be read: it counts as affected until the trial says what it is."""
+    source = make_flashinfer(environment, "{}")
+    py_compile.compile(str(source), str(source.with_suffix(".pyc")))
+    source.unlink()
+    found = environment.ask()
+    assert states(found) == "OOAA"
+    assert findings(found) == ["unsupported FlashInfer", "probe failed"]
+    environment.run("enable")
+    found = environment.ask()
+    assert states(found) == "GGAA"
+    assert found["sentence"] == "This machine is affected (D1, D2) and guarded."
+
+
+def test_what_cannot_be_decoded_hides_nothing(affected: Environment) -> None:
+    """Neither output nor metadata nor source: a byte that is not UTF-8 is no reason to say "not guarded"."""
+    affected.run("enable")
+    says = "import sys; '-c' in sys.orig_argv and sys.stdout.buffer.write(b'\\xe9\\n')\n"
+    (affected.site_packages / "says.pth").write_text(says)
+    affected.put_gpu("Qu\\351", "9.0")
+    info = affected.site_packages / "flashinfer_python-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_bytes(b"Name: \xe9\n")
+    ran = affected.run("doctor")
+    assert ran.stdout.startswith(UNTRIED.partition(",")[0]), ran.stdout
+    assert "probe failed" not in ran.stdout and "could not be looked at" not in ran.stdout
 
 
 def test_flashinfer_that_does_not_import(affected: Environment) -> None:
@@ -468,7 +539,7 @@ def test_failing_probes(environment: Environment) -> None:
     environment.put_gpu(*RTX)
     environment.declare("nvidia-cudnn-cu13", "nonsense")
     found = environment.ask()
-    assert findings(found) == ["unsupported FlashInfer", "probe failed", "probe failed"]
+    assert findings(found) == ["unsupported FlashInfer", "probe failed"]
     (environment.folder / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert environment.ask()["environment"]["gpus"] == []
 
@@ -480,7 +551,7 @@ def test_children_that_do_not_start(affected: Environment) -> None:
     assert [row["active"] for row in found["activation"]] == [None, None]
     assert all(row["sentence"].startswith("could not be tried: ") for row in found["activation"])
     assert "no children" in found["activation"][0]["sentence"]
-    assert findings(found) == ["not active"]
+    assert findings(found) == ["not started"]
 
 
 def test_children_that_say_nothing() -> None:

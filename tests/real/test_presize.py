@@ -118,6 +118,8 @@ def test_presize_without_a_device_is_a_no_op(guard, monkeypatch):
 def test_presize_wants_a_lane_that_flashinfer_has(guard):
     with pytest.raises(ValueError, match="no workspace 'fp8'; the lanes are bmm_fp8_workspace"):
         guard.presize(CPU, lanes=["fp8"])
+    with pytest.raises(ValueError, match="-1 bytes"):
+        guard.presize(CPU, -1, [NAME])
     assert (guard.status().lanes, dict(cache())) == ((), {})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_the_command_is_not_a_child_but_the_process_itself(environment):
     assert launched(environment, environment.python, "-c", kill).returncode == -15
 
 
+def test_the_command_gets_the_signals_that_python_ignores(environment):
+    """`yes | head` ends in silence, as it does without us."""
+    ran = launched(environment, "bash", "-c", "yes | head -n 1; exit ${PIPESTATUS[0]}")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGPIPE, "y\n", "")
+
+
 def test_options_of_the_command_are_the_commands(environment):
     echo = "import sys; print(sys.argv[1:])"
     ran = launched(environment, environment.python, "-c", echo, "--json", "--", "-h", "two words")
@@ -58,11 +65,13 @@ def test_without_a_command(environment, nothing):
     assert "run needs a command" in ran.stderr
 
 
-@pytest.mark.parametrize("command", ["no-such-command", "/no/such/command", "/", __file__])
-def test_a_command_that_cannot_be_run(environment, command):
-    """It does not exist, is a folder, or may not be executed: one sentence."""
+@pytest.mark.parametrize(
+    "command, code", [("no-such-command", 127), ("/no/such/command", 127), ("/", 126), (__file__, 126)]
+)
+def test_a_command_that_cannot_be_run(environment, command, code):
+    """It does not exist, is a folder, or may not be executed: one sentence, and the code that a shell gives."""
     ran = launched(environment, command)
-    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (code, "", 1)
     assert f"cannot run {command!r}: " in ran.stderr
 
 

@@ -716,6 +716,30 @@ def test_other_import_hooks(hook, first):
     assert_guarded()
 
 
+@fresh.process
+def test_a_loader_as_old_as_load_module():
+    """It cannot be asked to tell us. The package's own turn comes, and no false alarm before."""
+    fresh.flashinfer("0.6.14")
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+
+    class Old:
+        def __init__(self, loader):
+            self.load_module = loader.load_module
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            if name == GEMM_BASE:
+                spec.loader = Old(spec.loader)
+            return spec
+
+    sys.meta_path.insert(1, Finder())
+    importlib.import_module("flashinfer")
+    assert_guarded()
+    assert len(lines(said)) == 1 and "all guarded" in lines(said)[0], said.getvalue()
+
+
 @pytest.mark.parametrize("name", [GEMM, "flashinfer", LATE])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @fresh.process

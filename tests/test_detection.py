@@ -187,7 +187,7 @@ def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypa
     (tmp_path / "flashinfer/__init__.py").write_text("raise SystemExit")
     verdict = judged_at(tmp_path)
     assert (verdict.state, "of unknown version" in verdict.reason) == ("not-affected", True)
-    (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE)
+    (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE, encoding="utf-8-sig")
     assert judged_at(tmp_path).sites == (f"{hook.GEMM_BASE}.run",)
     verdict = judged_at(real)
     assert (sorted(verdict.sites), "FlashInfer 0.6.18.post1 " in verdict.reason) == (sorted(TEN), True)

@@ -20,7 +20,7 @@ LANES = {
     "mm_bf16_workspace": (gemms.mm_bf16, "0.6.12", "0.6.18.post1"),
     "bmm_mxfp8_workspace": (gemms.bmm_mxfp8, "0.6.12", "0.6.12"),
     "mm_mxfp8_workspace": (gemms.mm_mxfp8, "0.6.13", "0.6.18.post1"),
-    "mm_fp4_workspace": (gemms.mm_fp4, "0.6.12", "0.6.13"),
+    "mm_fp4_workspace": (gemms.mm_fp4, "0.6.12", "0.6.12"),
 }
 
 

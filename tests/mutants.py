@@ -26,7 +26,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
-SECONDS = 300  # for the tests of one mutant: some wait for ever
+SECONDS = 120  # for the tests of one mutant: some wait for ever
 
 # The tests that a mutant of a module must make fail: of the ten sites few, and of detection what runs no FlashInfer.
 REAL = "--flashinfer 0.6.18.post1 tests/real/test_guard.py tests/real/test_presize.py"

@@ -396,7 +396,7 @@ def _of_activation(case: Case) -> Iterator[Finding]:
         yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX}.")
     if util.find_spec("wrapt") is None and activation.fresh.get("installed", True):
         yield Finding("wrapt missing", True, "wrapt is not installed: nothing can be guarded.", "`pip install wrapt`.")
-    elif activation.real and activation.real.state not in ("guarded", "observing", "disabled"):
+    elif activation.real and activation.real.state in ("unsupported", "failed", "pending"):
         yield Finding("guard failed", True, f"{activation.real.reason}.", UPGRADE)
     elif activation.untried:
         advice = "Make `import flashinfer` work here, or run the doctor where the server runs."
@@ -542,7 +542,7 @@ def collect() -> dict[str, Any]:
     if verdict is unread and activation.real is not None:  # as where there are .pyc files alone
         verdict = activation.real
     able = config.mode == "on" and util.find_spec("wrapt") is not None
-    able = able and (activation.real is None or activation.real.state == "guarded")
+    able = able and (activation.real is None or activation.real.state in ("guarded", "not-needed", "not-affected"))
     d1, d2 = _d1_d2(verdict, able and activation.covers())
     unknown = Judgement(UNKNOWN, False, "it could not be looked at")
     d3 = probe("D3", lambda: _d3(environment, d1.guarded, config.gate), unknown)

@@ -504,6 +504,11 @@ def test_flashinfer_without_source(environment: Environment) -> None:
     found = environment.ask()
     assert states(found) == "GGAA"
     assert found["sentence"] == "This machine is affected (D1, D2) and guarded."
+    source.with_suffix(".pyc").unlink()
+    source.with_name("__init__.py").write_text("from .. import utils\nimport types\ngemm_base = types\n")
+    (environment.site_packages / "vllm").symlink_to(hosts.vllm("0.33.0") / "vllm")
+    environment.put_gpu(*B200)
+    assert states(environment.ask()) == "AUAG"  # it has no site, and vLLM's half guards all the same
 
 
 def test_what_cannot_be_decoded_hides_nothing(affected: Environment) -> None:

@@ -49,6 +49,8 @@ try:
     import flashinfer_wsfix, wrapt
 except ImportError as error:
     sys.exit("%s is not installed there: pip install it first" % (error.name or error))
+except BaseException as error:
+    sys.exit("%s: %s" % (type(error).__name__, error))
 if hook is None or "start-up file" not in hook.routes:
     sys.exit("it does not read start-up files there")
 """

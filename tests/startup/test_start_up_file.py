@@ -174,6 +174,15 @@ def test_metadata_elsewhere_on_the_path_does_not_decide(environment, tmp_path):
     assert enable.stdout.startswith(f"{site}/{FILE} is written"), enable.stderr
 
 
+def test_a_package_that_ends_the_interpreter_is_no_success(environment):
+    """Whatever the import of wrapt ends with, also with what would count as a good end."""
+    (environment.site / "wrapt").unlink()
+    (environment.site / "wrapt.py").write_text("raise SystemExit(0)")
+    before = environment.files()
+    ran = environment.cli("enable")
+    assert (ran.returncode, ran.stdout, environment.files()) == (1, "", before)
+
+
 def test_a_venv_does_not_touch_the_users_site_packages(enabled, tmp_path):
     _, home, site = user_site(enabled, tmp_path)
     assert os.path.exists(f"{site}/{FILE}")

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import __version__, detection, settings
 from .detection import Verdict, source_of
-from .hook import CUTLASS_MLA, GEMM_BF16_FP4
+from .hook import CUTLASS_MLA, GEMM_BASE, GEMM_BF16_FP4
 from .sites import DEFECTS, GATES, SM100_WORKSPACE
 from .startup import START_UP_FILE
 
@@ -299,7 +299,8 @@ def _d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judgement
 
 
 def _d3(environment: dict[str, Any], guarded: bool, gate: tuple[str, ...]) -> Judgement:
-    if not any(row.function in (source_of(row.module) or "") for row in GATES):
+    gemm_base = source_of(GEMM_BASE) or ""
+    if not any(row.function in gemm_base for row in GATES):
         return Judgement(ABSENT, False, "no FlashInfer that auto-tunes cuDNN's runners is installed here")
     cudnn, sm12x, fixed = environment["cudnn"], _has_gpu(environment, "12"), ".".join(map(str, CUDNN_FIXED))
     if sm12x is False:

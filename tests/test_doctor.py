@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashinfer_wsfix import doctor
+from flashinfer_wsfix.cli import doctor
 from flashinfer_wsfix.hook import CUTLASS_MLA
 
 import covered
@@ -461,7 +461,7 @@ def test_flashinfer_is_really_imported_in_a_child(affected: Environment, plugin:
     else:
         affected.run("enable")
     heavy = ["torch", "flashinfer", "vllm", "wrapt", "pynvml"]
-    code = "import sys; from flashinfer_wsfix import doctor; doctor.main(json=True)"
+    code = "import sys; from flashinfer_wsfix.cli import doctor; doctor.main(json=True)"
     ran = affected.run("-c", f"{code}; sys.exit(any(map(sys.modules.get, {heavy})))")
     assert (ran.returncode, ran.stderr) == (0, "")
     row = json.loads(ran.stdout)["activation"][-1]

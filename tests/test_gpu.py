@@ -133,7 +133,7 @@ def test_a_graph_captured_before_growth_replays_on_its_own_memory(gemm: Gemm, wo
 
 def test_stock_moves_it_and_harms_another_owner(wsfix: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo takes these steps in two processes, stock and guarded, with a real graph where there is a GPU."""
-    code = import_module("flashinfer_wsfix.demo").run(True)
+    code = import_module("flashinfer_wsfix.cli.demo").run(True)
     told = json.loads(capsys.readouterr().out)
     assert told["device"] == "cuda:0", told
     assert any(step.get("moved") for step in told["children"]["stock"]["steps"]), told

@@ -30,11 +30,12 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from . import __version__, detection, settings
-from .detection import Verdict, source_of
-from .hook import CUTLASS_MLA, GEMM_BASE, GEMM_BF16_FP4
-from .sites import DEFECTS, GATES, SM100_WORKSPACE
-from .startup import START_UP_FILE
+from ... import __version__, detection, settings
+from ...detection import Verdict
+from ...hook import CUTLASS_MLA, GEMM_BASE, GEMM_BF16_FP4
+from ...sites import DEFECTS, GATES, SM100_WORKSPACE
+from ..installed import judge_installed, source_of
+from ..startup_file import START_UP_FILE
 
 T = TypeVar("T")
 
@@ -535,7 +536,7 @@ def collect() -> dict[str, Any]:
     config, complaints = settings.read()
     environment = probe("the environment", _environment, dict.fromkeys(ENVIRONMENT) | {"gpus": []})
     unread: Verdict | None = Verdict("unsupported", "FlashInfer's source cannot be read: it counts as affected")
-    verdict = probe("FlashInfer's source", detection.judge_installed, unread)
+    verdict = probe("FlashInfer's source", judge_installed, unread)
     if verdict is not None:
         environment["flashinfer"] = environment["flashinfer"] or "of unknown version"
     moving = verdict is not None and (verdict is unread or bool(verdict.sites))

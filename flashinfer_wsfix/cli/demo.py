@@ -36,10 +36,10 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
-from . import report
-from .detection import judge_installed
-from .hook import GEMM_BASE, UTILS
-from .settings import MIB, PREFIX
+from .. import report
+from ..hook import GEMM_BASE, UTILS
+from ..settings import MIB, PREFIX
+from .installed import judge_installed
 
 SITE = "execute_cudnn_gemm_fp8_graph"
 LANE = "bmm_fp8_workspace"

@@ -5,8 +5,8 @@ from importlib import metadata
 from importlib.util import decode_source, find_spec
 from pathlib import Path
 
-from ..detection import Verdict, judge, source_functions
-from ..hook import GEMM, GEMM_BASE, GEMM_BF16_FP4
+from ..detection import Verdict, judge
+from ..installed import gemm_functions
 
 
 def source_of(module: str) -> str | None:
@@ -32,11 +32,8 @@ def judge_installed() -> Verdict | None:
     spec = find_spec("flashinfer")
     if spec is None or not spec.origin:  # a mere folder has no origin
         return None
-    sources = {module: source_of(module) for module in (GEMM_BASE, GEMM_BF16_FP4)}
-    if not sources[GEMM_BASE] and (source_of("flashinfer") is None or "gemm_base" in (source_of(GEMM) or "")):
-        raise FileNotFoundError(f"the source of {GEMM_BASE} does not lie beside {spec.origin}")
+    path = [str(Path(folder, "gemm")) for folder in spec.submodule_search_locations or ()]
     version = None
     with suppress(Exception):  # without metadata, or with broken ones, it is judged all the same
         version = metadata.version("flashinfer-python")
-    functions = [source_functions(module, source) for module, source in sources.items() if source]
-    return judge([function for each in functions for function in each], version or "of unknown version")
+    return judge(list(gemm_functions(path)), version or "of unknown version")

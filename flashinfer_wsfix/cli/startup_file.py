@@ -14,7 +14,7 @@ _COMMENT = f'{_MARK} "flashinfer-wsfix disable" removes it; deleting it by hand 
 # environment, and after `pip uninstall` an ImportError would print a traceback in each.
 _PTH = (
     _COMMENT
-    + r"""import sys; exec("try:\n from flashinfer_wsfix.hook import activate; activate('start-up file')"""
+    + r"""import sys; exec("try:\n from flashinfer_wsfix.activation import activate; activate('start-up file')"""
     + r"""\nexcept BaseException: pass")"""
     + "\n"
 )
@@ -27,7 +27,7 @@ _START_MODULE = (
     + """\
 def start():
     try:
-        from flashinfer_wsfix.hook import activate
+        from flashinfer_wsfix.activation import activate
 
         activate("start-up file")
     except BaseException:
@@ -39,14 +39,14 @@ _START_MODULE_FILE = "_flashinfer_wsfix_start.py"
 # Run in a fresh interpreter: ends well where the start-up file has activated it and it can guard, else says why not.
 _CHECK = """
 import sys
-hook = sys.modules.get("flashinfer_wsfix.hook")
+state = sys.modules.get("flashinfer_wsfix.state")
 try:
     import flashinfer_wsfix, wrapt
 except ImportError as error:
     sys.exit("%s is not installed there: pip install it first" % (error.name or error))
 except BaseException as error:
     sys.exit("%s: %s" % (type(error).__name__, error))
-if hook is None or "start-up file" not in hook.routes:
+if state is None or "start-up file" not in state.routes:
     sys.exit("it does not read start-up files there")
 """
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-from ...hook import GEMM_BF16_FP4
+from ...names import SITE_MODULES
 
 NAME = "flashinfer_wsfix"  # of the package and of its entry points
 
@@ -13,8 +13,8 @@ _MARK = "flashinfer-wsfix:"  # before the answer: a sitecustomize may print as w
 
 # An expression, so that a spawned process can evaluate it: is our hook there, and who put it there?
 _ACTIVE = (
-    "(any(type(finder).__module__ == 'flashinfer_wsfix.hook' for finder in __import__('sys').meta_path),"
-    " list(getattr(__import__('sys').modules.get('flashinfer_wsfix.hook'), 'routes', ())))"
+    "(any(type(finder).__module__ == 'flashinfer_wsfix.importer' for finder in __import__('sys').meta_path),"
+    " list(getattr(__import__('sys').modules.get('flashinfer_wsfix.state'), 'routes', ())))"
 )
 
 # What a server sees that is started here: sys.path without the working directory, which `-c` puts first. ``installed``
@@ -51,7 +51,7 @@ if not {_ACTIVE}[0]:
         entry.load()()
 import flashinfer.gemm
 with contextlib.suppress(ModuleNotFoundError):
-    importlib.import_module("{GEMM_BF16_FP4}")
+    importlib.import_module("{SITE_MODULES[1]}")
 target = sys.modules["{NAME}.report"].status().targets[0]
 print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """

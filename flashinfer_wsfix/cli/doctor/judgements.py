@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ... import detection
 from ...detection import Verdict
-from ...hook import CUTLASS_MLA, GEMM_BASE
+from ...names import CUTLASS_MLA, GEMM_BASE
 from ...sites import GATES, SM100_WORKSPACE
 from ..installed import source_of
 from .environment import has_gpu

@@ -10,17 +10,13 @@ import torch
 
 import fakes
 import gemms
-import releases
 
 SM12X, OTHERS = [(12, 0), (12, 1)], [(10, 0), (10, 3), (9, 0), (8, 9)]
 GEMMS = {"fp8": gemms.bmm_fp8, "bf16": gemms.mm_bf16}
 RUNNER = {"fp8": "CudnnFp8GemmRunner", "bf16": "CudnnBf16GemmRunner"}
 
 
-@pytest.fixture(autouse=True)
-def affected(guard, release):
-    if release not in releases.AFFECTED:
-        pytest.skip("this release has no site")
+pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
 
 
 @pytest.fixture(params=GEMMS)

@@ -12,18 +12,18 @@ from flashinfer_wsfix.sites import CUDNN_FIXED
 
 import fakes
 import gemms
-import releases
 
 SM12X, OTHERS = [(12, 0), (12, 1)], [(10, 0), (10, 3), (9, 0), (8, 9)]
 GEMMS = {"fp8": gemms.bmm_fp8, "bf16": gemms.mm_bf16}
 RUNNER = {"fp8": "CudnnFp8GemmRunner", "bf16": "CudnnBf16GemmRunner"}
 
 
+pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
+
+
 @pytest.fixture(autouse=True)
-def affected(guard, release, monkeypatch):
-    """Releases that have sites. No cuDNN is fixed, so that bf16's gate acts where upstream's own, for fp8, does not."""
-    if release not in releases.AFFECTED:
-        pytest.skip("this release has no site")
+def unfixed(monkeypatch):
+    """No cuDNN is fixed, so that bf16's gate acts where upstream's own, for fp8, does not."""
     monkeypatch.setattr(guards, "CUDNN_FIXED", (9, 99, 0))
 
 

@@ -41,15 +41,11 @@ CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # one device under two
 SENTINEL = b"graph\0\0\1"
 
 
-@pytest.fixture
-def affected(release):
-    """Only the releases that have sites; `test_presize.py` has what holds on the others."""
-    if release not in releases.AFFECTED:
-        pytest.skip("this release has no site")
+pytestmark = pytest.mark.affected  # `test_presize.py` has what holds on the other releases
 
 
 @pytest.fixture(autouse=True)
-def active(affected, guard, monkeypatch):
+def active(guard, monkeypatch):
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "2")
     guard.activate()
 

@@ -1,6 +1,6 @@
 """What the plugin loaders of vLLM and SGLang call, and Ray: in processes that may never import FlashInfer."""
 
-from .hook import activate
+from .activation import activate
 
 
 def vllm_plugin() -> None:

@@ -203,7 +203,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
         )
     if sites:
         names = tuple(f"{site.module}.{site.name}" for site in sites)
-        return Verdict("guarded", f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace", names)
+        return Verdict(
+            "guarded", f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace", names
+        )
     for mark, request in FIXES:
         if any(mark in names for names in executors):
             return Verdict(

@@ -7,7 +7,6 @@ that a traceback says whose they are.
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -89,10 +88,10 @@ def site_guard(position: int, parameter: str) -> Wrapper:
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile, where something uses it, from compiling what a guard of a compiled caller's site runs."""
-    dynamo = "torch._dynamo"
-    if not is_complete(dynamo):  # nor is it while another thread imports it: nothing can be compiled yet
+    disable = namespace(sys.modules.get("torch._dynamo")).get("disable")
+    if disable is None or not is_complete("torch._dynamo"):  # another thread imports it: nothing is compiled yet
         return function
-    disabled: Callable[..., Any] = sys.modules[dynamo].disable(function)
+    disabled: Callable[..., Any] = disable(function)
     return disabled
 
 
@@ -146,7 +145,6 @@ def is_sm12x(device: torch.device) -> bool:
         return False
 
 
-@lru_cache(maxsize=1)
 def _cudnn_is_fixed() -> bool:
     """Say whether the cuDNN that is loaded is known to be without D3."""
     try:
@@ -156,12 +154,12 @@ def _cudnn_is_fixed() -> bool:
     return (number // 10000, number // 100 % 100, number % 100) >= CUDNN_FIXED
 
 
-def is_gated(name: str | None, device: torch.device) -> bool:
-    """Say whether the gate of this name is in force on ``device``.
+def closes(name: str | None, device: torch.device) -> bool:
+    """Say whether the gate of this name would act on ``device``.
 
     bf16's only while cuDNN is not known to be fixed; fp8's always, as measured in production.
     """
-    return name in state.gates and is_sm12x(device) and not (name == "bf16" and _cudnn_is_fixed())
+    return is_sm12x(device) and not (name == "bf16" and _cudnn_is_fixed())
 
 
 def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
@@ -174,7 +172,7 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
         if runners is None or not isinstance(matrix, torch.Tensor) or "cudnn" not in runners:
             return wrapped(*args, **kwargs)
         left = [runner for runner in runners if runner != "cudnn"]
-        if not set(left) - NOT_GENERAL or not is_gated(name, matrix.device):
+        if not set(left) - NOT_GENERAL or not closes(name, matrix.device):
             return wrapped(*args, **kwargs)
         state.count("gated_calls")
         report.once(

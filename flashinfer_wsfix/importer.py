@@ -20,7 +20,7 @@ def spec_of(module: object) -> "Any":
 def namespace(module: object) -> "dict[str, Any]":
     """Return a module's names as they are now; none for what is no module. It loads no lazy module."""
     try:
-        found: "dict[str, Any]" = object.__getattribute__(module, "__dict__")
+        found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return {}
     return found

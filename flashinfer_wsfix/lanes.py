@@ -23,8 +23,6 @@ STEP = 2 * settings.MIB  # generations are whole steps: the caching allocator's 
 SCRATCH = "scratch"
 NEVER = sys.maxsize
 
-first_bytes = 40 * settings.MIB  # the least that a lane's first generation has; 0: what FlashInfer's own buffer has
-
 
 class Lane:
     """A workspace and the generations made for it: one of FlashInfer's, the auto-tuner's scratch, or vLLM's.
@@ -69,7 +67,8 @@ class Lane:
             if self.generations and self.generations[-1].numel() >= size:  # another thread was faster
                 self.current = self.generations[-1]
                 return self.current
-        if not capturing and self._may_grow(size):
+        fits_own = size <= tensor.numel() and not self.generations and self.name != SCRATCH
+        if not capturing and not (fits_own and not state.first_bytes) and self._may_grow(size):
             try:
                 return self.grow(size if self.generations else max(size, tensor.numel()))
             except Exception as error:
@@ -83,7 +82,7 @@ class Lane:
                 " more than it has get temporary buffers, and it is tried again more and more seldom. If memory is"
                 " short, leave more of it free.",
             )
-        if size <= tensor.numel() and not self.generations and self.name != SCRATCH:
+        if fits_own:
             own = arm(tensor.detach())
             with state.lock:  # until a plan overflows it: growing is not tried again at each call
                 if not capturing and not self.generations:
@@ -108,7 +107,7 @@ class Lane:
         mib = -(-size // STEP) * STEP // settings.MIB
         if all(self.name != row.name for row in LANES):  # vLLM's
             advice = "Run that shape once before capture to avoid it."
-        elif size > first_bytes:
+        elif size > state.first_bytes:
             advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it."
         else:
             advice = "Call presize() before capture to avoid it: this lane had no generation when its capture began."
@@ -134,7 +133,7 @@ class Lane:
             last = self.generations[-1] if self.generations else None
             if last is not None and last.numel() >= size:
                 return last
-            wanted = [2 * last.numel(), last.numel() * 3 // 2] if last is not None else [first_bytes]
+            wanted = [2 * last.numel(), last.numel() * 3 // 2] if last is not None else [state.first_bytes]
             make = allocation.zeros if self.name == SCRATCH else allocation.zeroed
             buffer = self._largest(make, sorted({-(-max(size, each) // STEP) * STEP for each in (*wanted, size)}))
             with state.lock:

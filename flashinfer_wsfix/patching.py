@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from . import guards, lanes, report, settings, state, vllm, workspace
+from . import guards, report, settings, state, vllm, workspace
 from .detection import Verdict
 from .guards import Patch
 from .importer import namespace
@@ -51,7 +51,7 @@ def _refresh(target: str) -> None:
             undo(target)
         if target == "flashinfer":
             guarding = verdict.state == "guarded"
-            lanes.first_bytes = config.workspace_bytes
+            state.first_bytes = config.workspace_bytes
             state.gates = config.gate if guarding else ()
     report.record(target, verdict, version)
 

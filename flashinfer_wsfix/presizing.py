@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from . import report
+from . import report, state
 from .allocation import is_capturing
 from .importer import is_complete
+from .lanes import lane
 from .names import GEMM_BASE, UTILS
 from .sites import LANES
-from .workspace import lane_of
 
 
 def presize(
@@ -49,20 +49,15 @@ def presize(
     if problem:
         return report.once(logging.WARNING, problem, f"presize() did nothing: {problem}.")
     for name in names:
-        own = _own_buffer(name, where)
-        if report.verdict_of("flashinfer").state == "guarded":
-            lane = lane_of(own)
-            lane.high_water = max(lane.high_water, nbytes or 0)
-            lane.grow(max(nbytes or 0, own.numel()))
-
-
-def _own_buffer(name: str, device: torch.device) -> torch.Tensor:
-    """Return FlashInfer's own buffer of a lane, made zeroed and at its stock size where it does not exist yet."""
-    utils, nbytes = sys.modules[UTILS], sys.modules[GEMM_BASE].DEFAULT_WORKSPACE_SIZE
-    existing: torch.Tensor | None = utils._cache_buf.get((name, device))
-    if existing is not None:
-        return existing
-    # By position: the size's parameter is `bytes` up to 0.6.x and `num_bytes` from 0.7.0 on, and `zero_init`, which
-    # would make no difference to a lane of ours, is not there up to 0.5.3.
-    made: torch.Tensor = utils._get_cache_buf(name, nbytes, device)
-    return made.zero_()
+        own: torch.Tensor | None = sys.modules[UTILS]._cache_buf.get((name, where))
+        stock = sys.modules[GEMM_BASE].DEFAULT_WORKSPACE_SIZE if own is None else own.numel()
+        size = state.first_bytes if nbytes is None else nbytes
+        if size and report.verdict_of("flashinfer").state == "guarded":
+            # Before FlashInfer's own buffer, which becomes the beginning of it.
+            found = lane(name, where)
+            found.high_water = max(found.high_water, nbytes or 0)
+            found.grow(max(size, stock))
+        if own is None:
+            # By position: the size's parameter is `bytes` up to 0.6.x and `num_bytes` from 0.7.0 on, and `zero_init`,
+            # which would make no difference to a lane of ours, is not there up to 0.5.3.
+            sys.modules[UTILS]._get_cache_buf(name, stock, where).zero_()

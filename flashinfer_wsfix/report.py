@@ -140,8 +140,8 @@ def failed(target: str, error: Exception, call: str = "") -> None:
         raise error
     what = f"{call} ran UNGUARDED" if call else f"{HOSTS.get(target, target)} is NOT guarded"
     reason = (
-        f"{what}, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): the host's own code runs as"
-        " if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
+        f"{what}, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): the host's own code runs"
+        " as if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
     )
     with state.lock:
         if call:

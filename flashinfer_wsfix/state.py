@@ -1,4 +1,4 @@
-"""All that changes while a process runs, and the one lock around it. On the start-up path: nothing is imported but os."""
+"""All that changes while a process runs, and the one lock around it. It is on the start-up path: it imports only os."""
 
 import os
 from _thread import RLock
@@ -17,6 +17,7 @@ verdicts: "dict[str, Verdict]" = {}  # by target, once it was looked at
 versions: "dict[str, str]" = {}  # by target
 errors: "dict[str, str]" = {}  # by target: what of ours failed in a call, in a sentence
 gates: "tuple[str, ...]" = ()  # in force
+first_bytes = 40 << 20  # the least that a lane's first generation has; 0: none before a plan overflows FlashInfer's own
 counters = dict.fromkeys(
     ("growths", "capture_overflows", "gated_calls", "displaced_buffers", "displaced_nbytes", "unguarded_calls"), 0
 )

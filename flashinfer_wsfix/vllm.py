@@ -10,7 +10,7 @@ import torch
 
 from . import allocation, lanes, report, settings, state
 from .detection import Verdict, live_functions, parameters, resizes_only
-from .guards import Guard, Patch, Wrapper, is_gated, is_guarded, observed
+from .guards import Guard, Patch, Wrapper, closes, is_guarded, observed
 from .importer import is_complete, namespace
 from .names import UTILS
 from .presizing import presize
@@ -120,7 +120,7 @@ def _lanes_to_presize(device: torch.device) -> list[str]:
     cache = sys.modules[UTILS]._cache_buf
     names = []
     for lane in LANES:
-        gated = is_gated(lane.gate, device)  # cuDNN does not run there: memory for nothing
+        gated = lane.gate in state.gates and closes(lane.gate, device)  # no cuDNN there: memory for nothing
         chosen = lane.name in config.presize or config.presize == "all"
         used = config.presize == "used" and (lane.name, device) in cache
         if not gated and (chosen or used):

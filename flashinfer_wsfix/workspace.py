@@ -32,7 +32,11 @@ def lane_of(tensor: torch.Tensor) -> Lane:
         found: Lane | None = getattr(tensor, ATTRIBUTE, None)
         if found is None:
             key = cache_key(tensor)
-            found = scratch(tensor.device) if key is None else lane(*key, on=tensor.device)
+            if key is None:
+                found = scratch(tensor.device)
+            else:
+                found = lane(*key, on=tensor.device)
+                hold(key)
             setattr(tensor, ATTRIBUTE, found)
         return found
 
@@ -41,6 +45,12 @@ def cache_key(tensor: torch.Tensor) -> Key | None:
     """Return the key under which FlashInfer's cache holds this very tensor, or None."""
     cache: dict[Key, torch.Tensor] = sys.modules[UTILS]._cache_buf
     return next((key for key, buffer in list(cache.items()) if buffer is tensor), None)
+
+
+def hold(key: Key) -> None:
+    """Never let go of the buffer that FlashInfer's cache has under this key: a graph may hold its address."""
+    held: set[Key] = getattr(sys.modules[UTILS]._cache_buf, "held", set())
+    held.add(key)
 
 
 class _Resize:
@@ -54,13 +64,16 @@ class _Resize:
 
     def __call__(self, size: int, *unused: object, **also_unused: object) -> torch.Tensor:
         if size > self.tensor.numel():
+            RetiringCache.retired.append(self.tensor.detach())
             _begin(self.tensor, getattr(self.tensor, ATTRIBUTE).grow(size), size)
         return self.tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., torch.Tensor]:
-        return partial(torch.Tensor.resize_, memo[id(self.tensor)])
+        """Be torch's own for the copy, which is in ``memo`` once it is made."""
+        return lambda *size: torch.Tensor.resize_(memo[id(self.tensor)], *size)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Be None in a pickle: what is saved must load without us."""
         return type(None), ()
 
 
@@ -72,15 +85,17 @@ def _begin(tensor: torch.Tensor, generation: torch.Tensor, nbytes: int) -> None:
 def _adopt(key: Key, buffer: torch.Tensor) -> bool:
     """Let a buffer that FlashInfer has just made for a lane start zeroed and cost no memory besides the lane's.
 
-    It becomes the beginning of the lane's newest generation before it enters the cache, with its own size. Returns
-    False where it must not enter: under capture it lives in that graph's private pool, and its zero-fill is recorded.
+    It becomes the beginning of the lane's newest generation before it enters the cache, with its own size. (Of zeros
+    of its own where no generation is wanted before a plan overflows it.) Returns False where it must not enter: under
+    capture it lives in that graph's private pool, and its zero-fill is recorded.
     """
     found = lane(*key, on=buffer.device)
     setattr(buffer, ATTRIBUTE, found)
     capturing = allocation.is_capturing(buffer.device)
     try:
         if not capturing:
-            _begin(buffer, found.grow(buffer.numel()), buffer.numel())
+            make = found.grow if state.first_bytes else partial(allocation.zeroed, device=buffer.device)
+            _begin(buffer, make(buffer.numel()), buffer.numel())
             buffer.resize_ = _Resize(buffer)
             return True
     except RuntimeError:  # no memory: the lane's first call tries again, and says so
@@ -175,11 +190,12 @@ def keep(name: str, buffer: torch.Tensor) -> None:
     """Keep a buffer that FlashInfer's cache lets go of, or must not have, for the life of the process."""
     RetiringCache.retired.append(buffer)
     state.count("displaced_buffers")
-    state.count("displaced_nbytes", buffer.nbytes)
+    nbytes = 0 if "resize_" in vars(buffer) else buffer.nbytes  # a generation's are counted there
+    state.count("displaced_nbytes", nbytes)
     report.log(
         logging.INFO,
-        f"kept {buffer.nbytes} bytes of {name} on {buffer.device} that FlashInfer's cache let go of, since a CUDA graph"
-        f" may hold their address; {state.counters['displaced_nbytes']} bytes in all",
+        f"kept {nbytes} bytes of {name} on {buffer.device} that FlashInfer's cache let go of, since a CUDA graph may"
+        f" hold their address ({state.counters['displaced_nbytes']} bytes in all).",
     )
 
 

@@ -242,7 +242,7 @@ def take_steps() -> None:
     flashinfer, gemm_base = import_module("flashinfer"), import_module(GEMM_BASE)
     gemm_base._get_cudnn_handle = lambda device, stream: None  # type: ignore[attr-defined]
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # tvm-ffi's handler and Python's print a backtrace
-    verdict = report.status().targets[0]
+    verdict = report.verdict_of("flashinfer")
     tell(flashinfer=flashinfer.__version__, device=str(device), state=verdict.state, reason=verdict.reason)
 
     workspace = import_module(UTILS)._get_cache_buf(LANE, gemm_base.DEFAULT_WORKSPACE_SIZE, device)

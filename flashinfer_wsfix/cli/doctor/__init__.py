@@ -99,7 +99,7 @@ def collect() -> dict[str, Any]:
     if not read and real is not None:
         verdict = real
     d1, d2 = judge_d1_d2(verdict, able and activation.covers(), found)
-    gates = (activation.gates if real else config.gate) if d1.guarded else ()
+    gates = config.gate if d1.guarded else ()
     unknown = Judgement(UNKNOWN, False, "it could not be looked at")
     d3 = probe("D3", lambda: judge_d3(found, functions if read else None, gates), unknown)
     d4 = probe("D4", lambda: judge_d4(found, able and config.vllm and activation.covers("vllm")), unknown)

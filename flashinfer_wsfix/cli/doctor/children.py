@@ -50,8 +50,8 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
 print("{_MARK}" + json.dumps(dict(active=active, routes=routes)))
 """
 
-# The real thing, with what a server imports and no more: a module that FlashInfer imports late must not be needed for
-# what the guard and the gate are here. Where nothing activates us at start-up, by our plugin, as a worker would.
+# The real thing, with what a server imports and no more: what a module that FlashInfer imports late would change must
+# not count. Where nothing activates us at start-up, by our plugin, as a worker of the server would.
 IMPORT = f"""
 import json, sys
 if not {_ACTIVE}[0]:
@@ -61,8 +61,7 @@ if not {_ACTIVE}[0]:
 import flashinfer.gemm
 from {NAME}.report import status
 target = status().targets[0]
-found = dict(state=target.state, reason=target.reason, sites=target.sites, gates=status().gates)
-print("{_MARK}" + json.dumps(found))
+print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """
 
 # As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first. And

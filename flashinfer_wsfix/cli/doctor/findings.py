@@ -11,7 +11,7 @@ from ...detection import Verdict
 from ...sites import GATES
 from ..installed import version_of
 from .children import NAME
-from .judgements import ABSENT, APPLIES, FIXED, GATED, UNGATED, UNKNOWN, Judgement, sm100_workspace
+from .judgements import ABSENT, APPLIES, FIXED, UNGATED, UNKNOWN, Judgement, sm100_workspace
 from .trials import HOSTS, Activation, allowed
 
 ENABLE = "`flashinfer-wsfix enable` in this environment, then restart the server"
@@ -67,9 +67,6 @@ def _of_d3(case: Case) -> Iterator[Finding]:
     elif left_in:
         sentence = f"D3 applies, and {settings.PREFIX}_GATE leaves cuDNN in for {' and '.join(left_in)}."
         yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or upgrade {NEWER}.")
-    elif case.judged["D1"].guarded:
-        sentence = f"D3 applies, and a process that imported FlashInfer has no gate for {GATED}."
-        yield Finding("no gate", True, sentence, f"Upgrade {NEWER}, and report it with this output.")
 
 
 def of_activation(case: Case) -> Iterator[Finding]:

@@ -34,7 +34,6 @@ class Activation(NamedTuple):
     plugins: dict[str, bool]  # by package of an installed server: whether its workers are, by our plugin
     fresh: dict[str, Any]  # the answer to FRESH, empty where there was none
     real: Verdict | None  # on FlashInfer, after a child imported it
-    gates: tuple[str, ...]  # in force there
     untried: str  # why no child could import it
 
     def covers(self, package: str | None = None) -> bool:
@@ -43,7 +42,7 @@ class Activation(NamedTuple):
         return self.everywhere or (bool(wanted) and all(self.plugins.get(name) for name in wanted))
 
 
-NOTHING_TRIED = Activation([], False, False, {}, {}, None, (), "")
+NOTHING_TRIED = Activation([], False, False, {}, {}, None, "")
 
 
 def allowed(host: Host) -> bool:
@@ -92,15 +91,15 @@ def try_activation(moving: bool) -> Activation:
         else:
             sentence = f"{host.name} loads no plugins: its workers are guarded by the start-up file alone"
             tell(f"workers of {host.name}", everywhere and not inherited, [], sentence)
-    real, gates, untried = None, (), ""
+    real, untried = None, ""
     if moving and (everywhere or any(plugins.values())):
         where = "a process that imports FlashInfer" if everywhere else "a worker that imports FlashInfer"
         try:
             group = next((host.group for host in HOSTS if plugins.get(host.package)), "")
             answer = python(IMPORT, group, seconds=120)
-            real, gates = Verdict(answer["state"], answer["reason"], tuple(answer["sites"])), tuple(answer["gates"])
+            real = Verdict(answer["state"], answer["reason"], tuple(answer["sites"]))
             tell(where, real.state == "guarded", [], real.reason)
         except NoAnswer as why:
             untried = f"FlashInfer could not be imported here ({why})"
             tell(where, None, [], untried)
-    return Activation(rows, everywhere, inherited, plugins, fresh, real, gates, untried)
+    return Activation(rows, everywhere, inherited, plugins, fresh, real, untried)

@@ -1,5 +1,6 @@
 """Left out of any other run than that of `tests/cuda/run.py`, which brings the simulated runtime."""
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -16,6 +17,7 @@ if not collect_ignore_glob:
     with mock.patch("torch.cuda.is_available", return_value=False), mock.patch("torch.cuda.device_count", return_value=0):
         import_module("flashinfer.gemm.gemm_base")
     assert not torch.cuda.is_initialized()
+    gc.freeze()  # a capture collects garbage: in a fork, that would copy all that was imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

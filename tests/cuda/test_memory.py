@@ -1,6 +1,7 @@
 """Memory: what harms stock, what is kept, what it costs, where it runs out, and on which device it is."""
 
 import contextlib
+import gc
 import os
 import warnings
 
@@ -253,3 +254,25 @@ def test_a_growth_that_failed_is_not_tried_at_each_call() -> None:
     """What was asked for is published where twice does not fit; where that does not either, each call asks for it once."""
     assert guarded(lambda: retries_of_20_calls(48), FAKECUDA_MIB=400) <= 4
     assert guarded(lambda: retries_of_20_calls(70), FAKECUDA_MIB=400) <= 20 + 4
+
+
+def test_a_growth_that_failed_keeps_nothing_alive() -> None:
+    """No frame of the host's, and so none of its activations, until the garbage is collected."""
+
+    def question() -> int:
+        plan = Gemm()
+        plan.call(32)
+        gc.disable()
+
+        def host(mib: int) -> int:
+            activations = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
+            with contextlib.suppress(torch.OutOfMemoryError):
+                plan.call(mib)
+            return activations.numel()
+
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            host(100)
+        return torch.cuda.memory_allocated() - before
+
+    assert guarded(question, FAKECUDA_MIB=120) == 0

@@ -10,11 +10,11 @@ import gemm
 from gemm import MIB, Gemm, captured
 
 SIZES = (1, 31, 32, 33, 40, 41, 56, 64, 96, 130, 200)  # MiB that a plan asks for, at first the small ones
-STEPS = 30
+STEPS = 40
 
 
 class Walk:
-    """Checks after each step that no other tensor was harmed; with `zeroed` also that no call found what was left over."""
+    """Checks that no other tensor was harmed; with `zeroed` also that no call found what was left over."""
 
     def __init__(self, seed: int, zeroed: bool) -> None:
         self.random, self.zeroed = random.Random(seed), zeroed
@@ -33,6 +33,8 @@ class Walk:
         doing()
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
+
+    def check_others(self) -> None:
         assert gemm.unharmed(self.others), self.told
 
     def sizes(self) -> tuple[int, ...]:
@@ -77,6 +79,7 @@ class Walk:
             with torch.cuda.device(plan.own.device):
                 graph.replay()
             self.check(plan)
+            self.check_others()
 
     def take(self) -> None:
         if len(self.others) < 8:
@@ -84,6 +87,7 @@ class Walk:
 
     def give(self) -> None:
         if self.others:
+            self.check_others()
             self.others.pop(self.random.randrange(len(self.others)))
 
     def empty(self) -> None:
@@ -95,5 +99,6 @@ def question(seed: int, zeroed: bool) -> Callable[[], None]:
         steps = Walk(seed, zeroed)
         for _ in range(STEPS):
             steps.step()
+        steps.check_others()
 
     return walk

@@ -79,8 +79,9 @@ static Run elementwise(const string& name, void** args) {
       run = [=] {
         CHECK("add", out, n * sizeof(T));
         CHECK("add", in, n * sizeof(T));
-        T sum = T(other * alpha);
-        for (size_t i = 0; i < n; i++) out[i] = T(in[i] + sum);
+        T sum = T(other * alpha), *to = out, *from = in;  // locals, since a T may alias what the closure holds
+#pragma GCC ivdep
+        for (size_t i = 0, end = n; i < end; i++) to[i] = T(from[i] + sum);
         return cudaSuccess;
       };
     });
@@ -90,6 +91,7 @@ static Run elementwise(const string& name, void** args) {
       T alpha = *(T*)f, *out = (T*)data[0], *a = (T*)data[1], *b = (T*)data[2];
       run = [=] {
         for (T* p : {out, a, b}) CHECK("add", p, n * sizeof(T));
+#pragma GCC ivdep
         for (size_t i = 0; i < n; i++) out[i] = T(a[i] + T(b[i] * alpha));
         return cudaSuccess;
       };
@@ -107,7 +109,9 @@ static Run elementwise(const string& name, void** args) {
         CHECK("compare", out, n);
         CHECK("compare", a, n * sizeof(T));
         if (!unary) CHECK("compare", b, n * sizeof(T));
-        for (size_t i = 0; i < n; i++) out[i] = ((a[i] == (unary ? scalar : b[i])) == (op == 0));
+        bool same = op == 0;
+        if (unary) for (size_t i = 0; i < n; i++) out[i] = (a[i] == scalar) == same;
+        else for (size_t i = 0; i < n; i++) out[i] = (a[i] == b[i]) == same;
         return cudaSuccess;
       };
     });
@@ -133,7 +137,7 @@ static Run reduction(const string& name, void** args) {  // to one element, of c
   const uintptr_t* found = (const uintptr_t*)(r + (at + 64 + 404 + 504 + 7) / 8 * 8);
   size_t n = config[1];
   if (config[2] != 1 || !has(name, "unsigned int") || !on_device(found[0]) || !on_device(found[1])) return run;
-  typed(type, [&](auto zero) {
+  typed(type == "bool" ? "unsigned char" : type, [&](auto zero) {
     using T = decltype(zero);
     T* in = (T*)found[0];
     char* out = (char*)found[1];
@@ -149,9 +153,9 @@ static Run reduction(const string& name, void** args) {  // to one element, of c
         for (size_t i = 0; i < n; i++) m += in[i];
         *(T*)out = m;
       } else {
-        bool all = true, any = false;
-        for (size_t i = 0; i < n; i++) { all &= bool(in[i]); any |= bool(in[i]); }
-        *out = kind == ALL ? all : any;
+        u8 null = 0, not_null = 0;
+        for (size_t i = 0; i < n; i++) null |= in[i] == T{}, not_null |= in[i] != T{};
+        *out = kind == ALL ? !null : not_null;
       }
       return cudaSuccess;
     };

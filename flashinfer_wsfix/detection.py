@@ -1,22 +1,19 @@
 """Code objects in, verdict out: what a FlashInfer does with its workspace, read from its functions, not its version.
 
-A site is a function that calls ``resize_``. The same reading serves a live module and source that is compiled but never
-run, so that the doctor can judge a machine where FlashInfer cannot be imported.
+A site is a function that calls ``resize_`` on one of its parameters. The same reading serves a live module and the code
+of one that is not imported, so that the doctor can judge a machine where FlashInfer cannot be imported.
 """
 
-import ast
 import dis
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from .hook import GEMM, GEMM_BASE, GEMM_BF16_FP4
-from .sites import GATES, SITES
+from .names import GEMM, SITE_MODULES
+from .sites import GATES, PARAMETERS
 
 MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
 EXTENDED_ARG, LOAD_ATTR, CACHE = (dis.opmap.get(name) for name in ("EXTENDED_ARG", "LOAD_ATTR", "CACHE"))
@@ -27,7 +24,7 @@ LOAD_FAST = {
     for name, opcode in dis.opmap.items()
     if name.startswith("LOAD_FAST")
 }
-PARAMETERS = {site.parameter for site in SITES}
+MAKES_FUNCTION = {dis.opmap.get("MAKE_FUNCTION"), dis.opmap.get("SET_FUNCTION_ATTRIBUTE")}
 NOT_PLAIN = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 EXECUTES = {"execute", "execute_plan_at_index"}
 # What each upstream fix leaves behind in the functions that execute a cuDNN graph, and what was there before 0.6.12.
@@ -69,9 +66,12 @@ def guard_in(value: Any) -> Any:
 
 
 def live_functions(module: ModuleType) -> Iterator[Function]:
-    """Read the functions of an imported module, looking through a guard of ours and what was put around it."""
+    """Read the functions of an imported module, looking through a guard of ours and what was put around it.
+
+    An attribute is asked for on nothing but what can be called: asking another module may be what loads it.
+    """
     for name, value in list(vars(module).items()):
-        if getattr(value, "__module__", None) != module.__name__:
+        if not callable(value) or getattr(value, "__module__", None) != module.__name__:
             continue
         guard = guard_in(value)
         if guard is not None:
@@ -85,12 +85,20 @@ def live_functions(module: ModuleType) -> Iterator[Function]:
         yield from _with_nested(module.__name__, name, getattr(innermost, "__code__", None), direct)
 
 
+def code_functions(module: str, code: CodeType) -> Iterator[Function]:
+    """Read the functions of a module from its code, which is not run."""
+    direct, before = set(), None
+    for opcode, argument in _instructions(code):
+        if opcode == dis.opmap["STORE_NAME"] and before in MAKES_FUNCTION:  # else a decorator is called in between
+            direct.add(code.co_names[argument])
+        before = opcode
+    for inner in _nested(code):
+        yield from _with_nested(module, inner.co_name, inner, inner.co_name in direct)
+
+
 def source_functions(module: str, source: str) -> Iterator[Function]:
     """Read the functions of a module from its source, which is compiled but not run. Raises SyntaxError."""
-    tree = ast.parse(source)
-    direct = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.decorator_list}
-    for code in _nested(compile(tree, module, "exec")):
-        yield from _with_nested(module, code.co_name, code, code.co_name in direct)
+    return code_functions(module, compile(source, module, "exec", dont_inherit=True))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -105,17 +113,23 @@ def _with_nested(module: str, name: str, code: object, direct: bool) -> Iterator
         yield from _with_nested(module, f"{name}.{inner.co_name}", inner, False)
 
 
-@lru_cache(maxsize=64)  # a site is asked for when it is judged and when it is wrapped
-def resized(code: CodeType) -> list[str]:
-    """Name what ``resize_`` is called on: a local name, ``.attribute`` for an attribute, "" for anything else.
-
-    Reads the bytecode itself: ``dis.get_instructions`` takes up to a millisecond for each site.
-    """
-    found, before, argument = [], "", 0
+def _instructions(code: CodeType) -> Iterator[tuple[int, int]]:
+    """List the opcodes and their arguments. ``dis.get_instructions`` takes up to a millisecond for each site."""
+    argument = 0
     for opcode, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = argument << 8 | low
         if opcode == EXTENDED_ARG:
             continue
+        if opcode != CACHE:
+            yield opcode, argument
+        argument = 0
+
+
+@lru_cache(maxsize=64)  # a site is asked for when it is judged and when it is wrapped
+def resized(code: CodeType) -> list[str]:
+    """Name what ``resize_`` is called on: a local name, ``.attribute`` for an attribute, "" for anything else."""
+    found, before = [], ""
+    for opcode, argument in _instructions(code):
         if opcode in LOAD_ATTRIBUTE:
             attribute = code.co_names[argument >> 1 if opcode == LOAD_ATTR and MARKS_METHODS else argument]
             if attribute == "resize_":
@@ -124,9 +138,8 @@ def resized(code: CodeType) -> list[str]:
         elif opcode in LOAD_FAST:
             index = argument & LOAD_FAST[opcode]
             before = code.co_varnames[index] if index < len(code.co_varnames) else ""
-        elif opcode != CACHE:
+        else:
             before = ""
-        argument = 0
     return found
 
 
@@ -145,6 +158,8 @@ def _problem(site: Function) -> str | None:
     """Say why a site cannot be guarded, or None where it has the known shape."""
     where = f"{site.module}.{site.name}"
     names = resized(site.code)
+    if site.module not in SITE_MODULES:
+        return f"{where} is in another module than its sites were"
     if not site.direct or site.code.co_flags & NOT_PLAIN:
         return f"{where} is decorated, nested or asynchronous"
     if len(names) != 1 or names[0] not in parameters(site.code):
@@ -159,7 +174,7 @@ def _problem(site: Function) -> str | None:
 def _unknown(function: Function) -> str | None:
     """Say whether a function grows a workspace in a way that is neither a site's nor a known harmless one."""
     names = set(function.code.co_names)
-    if not (names & EXECUTES and PARAMETERS & set(parameters(function.code))):
+    if not (names & EXECUTES and {*PARAMETERS} & {*parameters(function.code)}):
         return None
     known = "numel" not in names or names & {"resize_", CALL_LOCAL, *(mark for mark, _ in FIXES)}
     if known and not names & OTHER_MEANS:
@@ -168,7 +183,7 @@ def _unknown(function: Function) -> str | None:
 
 
 def judge(functions: list[Function], version: str) -> Verdict:
-    """Judge one FlashInfer by the functions of the modules that hold sites; ``version`` is for the sentence alone."""
+    """Judge one FlashInfer by the functions of ``flashinfer.gemm``; ``version`` is for the sentence alone."""
     flashinfer = f"FlashInfer {version}"
     sites = [function for function in functions if "resize_" in function.code.co_names]
     problems = [problem for problem in (*map(_problem, sites), *map(_unknown, functions)) if problem]
@@ -177,6 +192,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
             known = function.direct and gate.parameter in parameters(function.code)
             if (function.module, function.name) == (gate.module, gate.function) and not known:
                 problems.append(f"{gate.module}.{gate.function} does not take {gate.parameter!r}")
+    executors = [names for names in (set(function.code.co_names) for function in functions) if names & EXECUTES]
+    if not executors and not sites:
+        problems.append(f"nothing in {GEMM} shows how it executes a cuDNN graph")
     if problems:
         return Verdict(
             "unsupported",
@@ -185,49 +203,12 @@ def judge(functions: list[Function], version: str) -> Verdict:
         )
     if sites:
         names = tuple(f"{site.module}.{site.name}" for site in sites)
-        return Verdict("guarded", f"{flashinfer} moves its cuDNN workspace, at sites that are all guarded", names)
-    executors = [names for names in (set(function.code.co_names) for function in functions) if names & EXECUTES]
+        return Verdict(
+            "guarded", f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace", names
+        )
     for mark, request in FIXES:
         if any(mark in names for names in executors):
             return Verdict(
                 "not-needed", f"{flashinfer} grows its cuDNN workspace without moving it (upstream {request})"
             )
     return Verdict("not-affected", f"{flashinfer} has no site that moves its cuDNN workspace")
-
-
-def source_of(module: str) -> str | None:
-    """Read the source of a module of an installed package, which is not imported; None where there is none.
-
-    Raises OSError, SyntaxError and UnicodeDecodeError where it cannot be read.
-    """
-    from importlib.util import decode_source, find_spec
-
-    package, *rest = module.split(".")
-    spec = find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        place = Path(folder, *rest)
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                return decode_source(file.read_bytes())
-    return None
-
-
-def judge_installed() -> Verdict | None:
-    """Judge the FlashInfer that this interpreter would import, without importing it; None where it would find none.
-
-    Raises OSError, UnicodeDecodeError and SyntaxError where its source cannot be read.
-    """
-    from importlib import metadata
-    from importlib.util import find_spec
-
-    spec = find_spec("flashinfer")
-    if spec is None or not spec.origin:  # a mere folder has no origin
-        return None
-    sources = {module: source_of(module) for module in (GEMM_BASE, GEMM_BF16_FP4)}
-    if not sources[GEMM_BASE] and (source_of("flashinfer") is None or "gemm_base" in (source_of(GEMM) or "")):
-        raise FileNotFoundError(f"the source of {GEMM_BASE} does not lie beside {spec.origin}")
-    version = None
-    with suppress(Exception):  # without metadata, or with broken ones, it is judged all the same
-        version = metadata.version("flashinfer-python")
-    functions = [source_functions(module, source) for module, source in sources.items() if source]
-    return judge([function for each in functions for function in each], version or "of unknown version")

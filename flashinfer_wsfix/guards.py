@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import wrapt
 
-from . import report, settings, workspace
+from . import allocation, report, settings, state, workspace
 from .detection import Verdict, guard_in, judge, live_functions, parameters, resized
-from .hook import GEMM_BASE, GEMM_BF16_FP4, UTILS, is_lazy
-from .sites import GATES
+from .importer import is_complete, is_lazy, namespace
+from .installed import gemm_functions
+from .lanes import SCRATCH
+from .names import GEMM, SITE_MODULES, UTILS
+from .sites import CUDNN_FIXED, GATES
+
+NOT_GENERAL = {"tinygemm"}  # for few rows, and K a multiple of 8: FlashInfer would fail or crawl with it alone
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -61,56 +66,46 @@ def site_guard(position: int, parameter: str) -> Wrapper:
         by_position = len(args) > position
         tensor = args[position] if by_position else kwargs.get(parameter)
         lane = getattr(tensor, workspace.ATTRIBUTE, None)
-        if lane is None:
-            lane = uncompiled(_lane_of)(tensor)
-            if lane is None:
-                return wrapped(*args, **kwargs)
-        buffer = lane.current
+        buffer = None if lane is None else lane.current
+        size = 0
         while True:
+            if buffer is None:
+                # Outside of the except block, so that an exception of the site has no context of ours.
+                buffer = uncompiled(_buffer_for)(size, tensor)
+                if buffer is None:
+                    return wrapped(*args, **kwargs)
             try:
                 if by_position:
                     arguments = list(args)
                     arguments[position] = buffer
                     return wrapped(*arguments, **kwargs)
                 return wrapped(*args, **{**kwargs, parameter: buffer})
-            except workspace.Overflow as overflow:
-                size = overflow.size
-            # Outside of the except block, so that an exception of the site has no context of ours.
-            try:
-                buffer = uncompiled(lane.buffer_for)(size, tensor)
-            except RuntimeError:  # torch has no memory: FlashInfer's own call would say the same
-                raise
-            except Exception as error:
-                unguarded("a cuDNN GEMM", error)
-                return wrapped(*args, **kwargs)
+            except allocation.Overflow as overflow:
+                size, buffer = overflow.size, None
 
     return wsfix_site
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile, where something uses it, from compiling what a guard of a compiled caller's site runs."""
-    dynamo = sys.modules.get("torch._dynamo")
-    disabled: Callable[..., Any] = dynamo.disable(function) if dynamo else function
+    disable = namespace(sys.modules.get("torch._dynamo")).get("disable")
+    if disable is None or not is_complete("torch._dynamo"):  # another thread imports it: nothing is compiled yet
+        return function
+    disabled: Callable[..., Any] = disable(function)
     return disabled
 
 
-def _lane_of(tensor: object) -> workspace.Lane | None:
+def _buffer_for(size: int, tensor: object) -> torch.Tensor | None:
+    """Return what a site gets in place of ``tensor``; None where its own code has to do."""
     if not isinstance(tensor, torch.Tensor):
         return None  # FlashInfer's own error for that
     try:
-        return workspace.lane_of(tensor)
+        return workspace.lane_of(tensor).buffer_for(size, tensor)
+    except RuntimeError:  # torch has no memory: FlashInfer's own call would say the same
+        raise
     except Exception as error:
-        unguarded("a cuDNN GEMM", error)
+        report.failed("flashinfer", error, "a cuDNN GEMM")
         return None
-
-
-def unguarded(what: str, error: Exception) -> None:
-    """Say once that the host's own code runs instead of ours."""
-    report.warn_once(
-        ("unguarded", what),
-        f"{what} runs UNGUARDED, because of an error of flashinfer-wsfix ({error!r}): CUDA graphs may replay against"
-        " freed memory. Please report it.",
-    )
 
 
 def observer(position: int, parameter: str) -> Wrapper:
@@ -135,11 +130,11 @@ def observed(host: str, name: str | None, tensor: torch.Tensor, call: Callable[[
         if new != old:
             try:
                 key = None if name else workspace.cache_key(tensor)
-                name = name or (key[0] if key else workspace.SCRATCH)
-                capturing = workspace.is_capturing(tensor.device)
+                name = name or (key[0] if key else SCRATCH)
+                capturing = allocation.is_capturing(tensor.device)
                 report.moved(f"MOVED by {host}", name, tensor.device, old, new, capturing, logging.WARNING)
             except Exception as error:
-                report.warn_once("observe", f"a workspace moved; an error of flashinfer-wsfix hid where ({error!r}).")
+                report.failed(host.lower(), error, "the log of a workspace that moved")
 
 
 def is_sm12x(device: torch.device) -> bool:
@@ -150,8 +145,25 @@ def is_sm12x(device: torch.device) -> bool:
         return False
 
 
+def _cudnn_is_fixed() -> bool:
+    """Say whether the cuDNN that is loaded is known to be without D3."""
+    try:
+        number = sys.modules["cudnn"].backend_version()  # 92301 for 9.23.1
+    except Exception:
+        return False
+    return (number // 10000, number // 100 % 100, number % 100) >= CUDNN_FIXED
+
+
+def closes(name: str | None, device: torch.device) -> bool:
+    """Say whether the gate of this name would act on ``device``.
+
+    bf16's only while cuDNN is not known to be fixed; fp8's always, as measured in production.
+    """
+    return is_sm12x(device) and not (name == "bf16" and _cudnn_is_fixed())
+
+
 def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
-    """Make the wrapper that takes "cudnn" out of the list of runners on SM12x, where others are left."""
+    """Make the wrapper that takes "cudnn" out of the list of runners on SM12x, where another can take any call."""
 
     def wsfix_gate(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_position = len(args) > position
@@ -160,14 +172,16 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
         if runners is None or not isinstance(matrix, torch.Tensor) or "cudnn" not in runners:
             return wrapped(*args, **kwargs)
         left = [runner for runner in runners if runner != "cudnn"]
-        if not left or not is_sm12x(matrix.device):
+        if not set(left) - NOT_GENERAL or not closes(name, matrix.device):
             return wrapped(*args, **kwargs)
-        report.count("gated_calls")
-        report.inform_once(
+        state.count("gated_calls")
+        report.once(
+            logging.INFO,
             ("gate", name),
             f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x (replayed from CUDA graphs, its"
             f" kernels read rewritten parameters there); it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off"
-            " undoes this.",
+            " undoes this. Whether FlashInfer's other cuDNN GEMMs (fp4, mxfp8, bmm_bf16, bf16_fp4) have that fault is"
+            " not known: they keep cuDNN.",
         )
         if by_position:
             return wrapped(*args[:position], left, *args[position + 1 :], **kwargs)
@@ -176,17 +190,28 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
     return wsfix_gate
 
 
+def _functions() -> list[Any]:
+    """Read all of ``flashinfer.gemm``: live where it is imported, else as it is installed, so that no verdict changes
+    when a module comes that FlashInfer imports late."""
+    live = [name for name in SITE_MODULES if is_complete(name)]
+    functions = [function for name in live for function in live_functions(sys.modules[name])]
+    package = sys.modules.get(GEMM)
+    if package is None or is_lazy(package):
+        return functions
+    path = namespace(package).get("__path__")
+    if path is None:  # it was one module once
+        return [*functions, *live_functions(package)]
+    return [*functions, *gemm_functions(path, live)]
+
+
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     """Judge the FlashInfer that is imported, and list what has to be set to guard it. Changes nothing."""
-    version = getattr(sys.modules.get("flashinfer"), "__version__", None)
-    modules = [sys.modules.get(name) for name in (GEMM_BASE, GEMM_BF16_FP4)]
-    functions = [
-        function for module in modules if module and not is_lazy(module) for function in live_functions(module)
-    ]
+    version = namespace(sys.modules.get("flashinfer")).get("__version__")
+    functions = _functions()
     verdict = judge(functions, version or "of unknown version")
     if verdict.state != "guarded":
         return verdict, [], version
-    cache = getattr(sys.modules.get(UTILS), "_cache_buf", None)
+    cache = namespace(sys.modules.get(UTILS)).get("_cache_buf")
     if type(cache) is not dict and not getattr(type(cache), "is_wsfix_cache", False):
         reason = (
             f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know: nothing is"
@@ -203,21 +228,20 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     patches = []
 
     def replace(module: str, name: str, wrapper: Wrapper) -> None:
-        original = vars(sys.modules[module])[name]
+        original = namespace(sys.modules[module])[name]
         if not is_guarded(original):
             patches.append(Patch(sys.modules[module], name, original, Guard(original, wrapper)))
 
     for function in functions:
-        if f"{function.module}.{function.name}" in verdict.sites:
+        if f"{function.module}.{function.name}" in verdict.sites and is_complete(function.module):
             (parameter,) = resized(function.code)
             replace(function.module, function.name, make(parameters(function.code).index(parameter), parameter))
-    if config.mode == "on":
-        for row in GATES:
-            original = getattr(sys.modules[row.module], row.function, None)
-            if row.name in config.gate and isinstance(original, FunctionType):
-                names = parameters(original.__code__)
-                wrapper = gate(row.name, names.index(row.parameter), row.parameter, names[0])
-                replace(row.module, row.function, wrapper)
-        if type(cache) is dict:
-            patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, workspace.RetiringCache(cache)))
+    for row in GATES if config.mode == "on" else ():
+        original = namespace(sys.modules.get(row.module)).get(row.function)
+        if row.name in config.gate and isinstance(original, FunctionType):
+            names = parameters(original.__code__)
+            replace(row.module, row.function, gate(row.name, names.index(row.parameter), row.parameter, names[0]))
+    if type(cache) is dict:
+        kept = workspace.RetiringCache(cache, keeps=config.mode == "on")
+        patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, kept))
     return verdict, patches, version

@@ -4,9 +4,10 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from . import guards, report, settings, vllm, workspace
+from . import guards, report, settings, state, vllm, workspace
 from .detection import Verdict
 from .guards import Patch
+from .importer import namespace
 
 # Packages that never import FlashInfer, and hold most of the names that there are: not worth five milliseconds.
 BELOW = {"numpy", "torch"} | sys.stdlib_module_names
@@ -24,17 +25,16 @@ def refresh(target: str) -> None:
     try:
         _refresh(target)
     except BaseException:
-        with report.lock:
+        with state.lock:
             undo(target)
         raise
 
 
 def _refresh(target: str) -> None:
     config, complaints = settings.read()
-    report.set_level(config.log)
     for complaint in complaints:
-        report.warn_once(complaint, f"{complaint}.")
-    with report.lock:
+        report.once(logging.WARNING, complaint, f"{complaint}.")
+    with state.lock:
         if _modes.setdefault(target, config.mode) != config.mode:
             undo(target)
             _modes[target] = config.mode
@@ -51,8 +51,8 @@ def _refresh(target: str) -> None:
             undo(target)
         if target == "flashinfer":
             guarding = verdict.state == "guarded"
-            workspace.first_bytes = config.workspace_bytes
-            report.gates = config.gate if guarding else ()
+            state.first_bytes = config.workspace_bytes
+            state.gates = config.gate if guarding else ()
     report.record(target, verdict, version)
 
 
@@ -81,10 +81,7 @@ def _copies(patches: list[Patch]) -> Iterator[Patch]:
     for module_name, module in list(sys.modules.items()) if replaced else ():
         if module_name.partition(".")[0] in BELOW:
             continue
-        try:
-            names = object.__getattribute__(module, "__dict__")  # not vars(), which would load a lazy module
-        except AttributeError:  # not a module: some packages put other objects there
-            continue
+        names = namespace(module)
         if replaced.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):
@@ -115,14 +112,15 @@ def undo(target: str) -> list[str]:
 
 def undo_all() -> tuple[str, ...]:
     """Undo every target. No buffer is freed: graphs may hold their addresses."""
-    with report.lock:
+    with state.lock:
         guarded = any(_applied.values())
         kept = tuple(sentence for target in _applied for sentence in undo(target))
-        report.verdicts.update(report.PENDING)
-        report.gates = ()
+        state.verdicts.clear()
+        state.errors.clear()
+        state.gates = ()
         _modes.clear()
     if guarded:
         report.log(logging.INFO, f"{report.INACTIVE.reason}.")
     for sentence in kept:
-        report.warn_once(sentence, f"{sentence}.")
+        report.once(logging.WARNING, sentence, f"{sentence}.")
     return kept

@@ -1,4 +1,4 @@
-"""What this process knows of itself: verdicts, counters, the log, and ``status()``. Never raises into the host."""
+"""What this process tells: the log, ``status()``, and the one policy for errors of ours. Never raises into the host."""
 
 import logging
 import os
@@ -7,27 +7,16 @@ import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import __version__, hook
+from . import __version__, settings, state
 from .detection import Verdict
+from .names import CUTLASS_MLA
 
 PENDING = {
     "flashinfer": Verdict("pending", "no import of FlashInfer was seen in this process yet"),
     "vllm": Verdict("pending", "no import of vLLM's CUTLASS MLA backend or warm-up was seen in this process yet"),
 }
-INACTIVE = Verdict("disabled", "flashinfer-wsfix was deactivated in this process: nothing is guarded")
-COUNTERS = ("growths", "capture_overflows", "gated_calls", "displaced_buffers")
-
-# The one lock of this package but for a lane's own: around patching, publishing and counting, never on the way of an
-# ordinary call, and never held while an import or a log handler runs. A fork waits for it, so that no child inherits it
-# taken.
-lock = threading.RLock()
-os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
-
-verdicts: dict[str, Verdict] = dict(PENDING)
-versions: dict[str, str] = {}
-gates: tuple[str, ...] = ()  # in force in this process
-_counters = dict.fromkeys(COUNTERS, 0)
-_said: set[object] = set()
+INACTIVE = Verdict("disabled", "flashinfer-wsfix is not active in this process: nothing is guarded")
+HOSTS = {"flashinfer": "FlashInfer", "vllm": "vLLM"}
 
 
 class TargetStatus(NamedTuple):
@@ -53,7 +42,11 @@ class LaneStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """This process: the package's version, how it was activated, and what it has done since."""
+    """This process: the package's version, how it was activated, and what it has done since.
+
+    ``displaced_buffers`` and ``displaced_nbytes`` (bytes) are what FlashInfer's cache let go of and we keep;
+    ``unguarded_calls`` ran on the host's own code because of an error of ours.
+    """
 
     version: str
     pid: int
@@ -65,6 +58,8 @@ class Status(NamedTuple):
     capture_overflows: int
     gated_calls: int
     displaced_buffers: int
+    displaced_nbytes: int
+    unguarded_calls: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries, lists, strings and integers, ready for ``json.dumps``."""
@@ -74,32 +69,28 @@ class Status(NamedTuple):
         }
 
 
+def verdict_of(target: str) -> Verdict:
+    """Return what is known of a target by now."""
+    if not state.routes:
+        return INACTIVE
+    verdict = state.verdicts.get(target, PENDING[target])
+    if target in state.errors:
+        return verdict._replace(state="failed", reason=state.errors[target])
+    return verdict
+
+
 def status() -> Status:
     """Return a frozen record of what is guarded in this process and what has happened since. Imports nothing new."""
     workspace = sys.modules.get(f"{__package__}.workspace")
-    with lock:
+    with state.lock:
         return Status(
             version=__version__,
             pid=os.getpid(),
-            routes=tuple(hook.routes),
-            targets=tuple(
-                TargetStatus(name, versions.get(name), *(verdict if hook.routes else INACTIVE))
-                for name, verdict in verdicts.items()
-            ),
-            gates=gates,
-            lanes=tuple(
-                LaneStatus(
-                    name=lane.name,
-                    device=str(lane.device),
-                    generation=len(lane.generations),
-                    nbytes=lane.generations[-1].numel() if lane.generations else 0,
-                    retired_nbytes=sum(buffer.numel() for buffer in lane.generations[:-1]),
-                    address=lane.generations[-1].data_ptr() if lane.generations else 0,
-                    high_water=lane.high_water,
-                )
-                for lane in (workspace.lanes() if workspace else ())
-            ),
-            **_counters,
+            routes=tuple(state.routes),
+            targets=tuple(TargetStatus(name, state.versions.get(name), *verdict_of(name)) for name in HOSTS),
+            gates=state.gates,
+            lanes=tuple(LaneStatus(*lane.describe()) for lane in (workspace.lanes() if workspace else ())),
+            **state.counters,
         )
 
 
@@ -111,65 +102,65 @@ class WorkerStatus:
         return status().as_dict()
 
 
-def count(counter: str, by: int = 1) -> None:
-    """Add to one of the counters of ``status()``."""
-    with lock:
-        _counters[counter] += by
-
-
 def record(target: str, verdict: Verdict, version: str | None) -> None:
     """Keep a target's verdict, and say it once: INFO where all is well, one WARNING where the server is at risk."""
     if version:
-        versions[target] = version
-    before = verdicts[target]
-    verdicts[target] = verdict
+        state.versions[target] = version
+    before = state.verdicts.get(target, PENDING[target])
+    state.verdicts[target] = verdict
     if verdict[:2] == before[:2]:  # a module of the target that came later, or a reload
         return
     if verdict.state in ("unsupported", "failed"):
         log(logging.WARNING, f"{verdict.reason}.")
     elif verdict.state == "guarded":
-        gate = f"; gate on SM12x: {', '.join(gates)}" if target == "flashinfer" and gates else ""
-        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(hook.routes)}).")
+        gate = f"; gate on SM12x: {', '.join(state.gates)}" if target == "flashinfer" and state.gates else ""
+        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(state.routes)}).")
+    elif verdict.state == "disabled":  # the same for both targets
+        once(logging.INFO, verdict.reason, f"{verdict.reason}.")
     else:
         log(logging.INFO, f"{verdict.reason}{_removal()}.")
 
 
 def _removal() -> str:
     """Say whether the package can go, once FlashInfer is known not to need it. Either host may be judged last."""
-    if verdicts["flashinfer"].state not in ("not-needed", "not-affected"):
+    if verdict_of("flashinfer").state not in ("not-needed", "not-affected"):
         return ""
-    if any(site.startswith(hook.CUTLASS_MLA) for site in verdicts["vllm"].sites):
+    if any(site.startswith(CUTLASS_MLA) for site in verdict_of("vllm").sites):
         return "; keep flashinfer-wsfix, for vLLM's SM100Workspace needs it whatever FlashInfer does"
     return "; flashinfer-wsfix can be removed, unless vLLM's SM100Workspace (CUTLASS MLA on SM100) is in use"
 
 
-def record_failure(target: str, error: BaseException) -> None:
-    """Keep and say that an error of ours left a target unguarded."""
-    name = {"flashinfer": "FlashInfer", "vllm": "vLLM"}.get(target, target)
+def failed(target: str, error: Exception, call: str = "") -> None:
+    """Follow the one policy for an error of ours: raise it under STRICT, else say once what it means, and go on.
+
+    ``call``: what runs on the host's own code this time, such as "a cuDNN GEMM"; without it the target is not guarded
+    at all. ``status()`` shows it from then on.
+    """
+    if settings.read()[0].strict:
+        raise error
+    what = f"{call} ran UNGUARDED" if call else f"{HOSTS.get(target, target)} is NOT guarded"
     reason = (
-        f"{name} is NOT guarded, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): it runs as"
-        " if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
+        f"{what}, because of an error of flashinfer-wsfix ({type(error).__name__}: {error}): the host's own code runs"
+        " as if flashinfer-wsfix were not installed, and CUDA graphs may replay against freed memory"
     )
-    for known in [target] if target in verdicts else list(verdicts):
-        if known == target or verdicts[known].state != "guarded":
-            verdicts[known] = Verdict("failed", reason)
+    with state.lock:
+        if call:
+            state.errors.setdefault(target, reason)
+            state.count("unguarded_calls")
+        else:
+            for known in [target] if target in HOSTS else HOSTS:
+                if known == target or verdict_of(known).state != "guarded":
+                    state.verdicts[known] = Verdict("failed", reason)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     advice = f"`pip install {missing}` in this environment" if missing else "Please report it"
-    warn_once(("failed", name), f"{reason}. {advice}.")
+    once(logging.WARNING, ("failed", target, call), f"{reason}. {advice}.")
 
 
-def warn_once(key: object, sentence: str) -> None:
-    """Log a warning, once per process for each ``key``."""
-    if key not in _said:
-        _said.add(key)
-        log(logging.WARNING, sentence)
-
-
-def inform_once(key: object, sentence: str) -> None:
-    """Log at INFO, once per process for each ``key``."""
-    if key not in _said:
-        _said.add(key)
-        log(logging.INFO, sentence)
+def once(level: int, key: object, sentence: str) -> None:
+    """Log a sentence, once per process for each ``key``."""
+    if key not in state.said:
+        state.said.add(key)
+        log(level, sentence)
 
 
 def moved(
@@ -202,25 +193,12 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
 def log(level: int, sentence: str) -> None:
     """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours."""
     with suppress(Exception):  # a broken handler of the application's must not reach the host's call
-        _logger().log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)
-
-
-def set_level(name: str) -> None:
-    """Set the level of our loggers, as ``FLASHINFER_WSFIX_LOG`` says, unless the application has set one."""
-    global _level
-    _level = name
-
-
-_level = "INFO"
-
-
-def _logger() -> logging.Logger:
-    host = "vllm." if logging.getLogger("vllm").handlers else ""
-    logger = logging.getLogger(f"{host}flashinfer_wsfix")
-    if not host and not logger.handlers:
-        handler = _Handler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-        logger.addHandler(handler)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(_level)
-    return logger
+        host = "vllm." if logging.getLogger("vllm").handlers else ""
+        logger = logging.getLogger(f"{host}flashinfer_wsfix")
+        if not host and not logger.handlers:
+            handler = _Handler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+            logger.addHandler(handler)
+        if logger.level == logging.NOTSET:  # unless the application has set one
+            logger.setLevel(settings.read()[0].log)
+        logger.log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)

@@ -2,15 +2,7 @@
 
 from typing import NamedTuple
 
-from .hook import CUTLASS_MLA, GEMM_BASE, GEMM_BF16_FP4, KERNEL_WARMUP
-
-
-class Site(NamedTuple):
-    """A FlashInfer function that may grow a workspace, and its parameter that receives the workspace."""
-
-    module: str
-    function: str
-    parameter: str
+from .names import CUTLASS_MLA, GEMM_BASE, KERNEL_WARMUP
 
 
 class Lane(NamedTuple):
@@ -38,18 +30,8 @@ class Defect(NamedTuple):
     fixed_by: str
 
 
-SITES = (
-    Site(GEMM_BASE, "execute_cudnn_gemm_fp4_graph", "workspace_buffer"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_fp4_graph_override_shape", "workspace"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_mxfp8_graph", "workspace_buffer"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_mxfp8_graph_override_shape", "workspace"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_fp8_graph", "workspace"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_fp8_graph_override_shape", "workspace"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_bf16_graph", "workspace"),
-    Site(GEMM_BASE, "execute_cudnn_gemm_bf16_graph_override_shape", "workspace"),
-    Site(GEMM_BF16_FP4, "execute_cudnn_bf16_fp4_graph", "workspace_buffer"),
-    Site(GEMM_BF16_FP4, "execute_cudnn_bf16_fp4_graph_override_shape", "workspace_buffer"),
-)
+# What the known sites call the parameter that receives their workspace.
+PARAMETERS = ("workspace", "workspace_buffer")
 
 LANES = (
     Lane("bmm_fp8_workspace", "fp8"),
@@ -65,6 +47,7 @@ GATES = (
     Gate("fp8", GEMM_BASE, "fp8_gemm_sm100", "runner_names"),
     Gate("bf16", GEMM_BASE, "bf16_gemm_sm100", "runner_names"),
 )
+CUDNN_FIXED = (9, 23, 1)  # the first backend without D3
 
 # vLLM's half: the method that moves the buffer, and the function that runs before the first capture.
 SM100_WORKSPACE = (CUTLASS_MLA, "SM100Workspace", "ensure_size", "_workspace_buf")
@@ -77,7 +60,7 @@ DEFECTS = (
         "D3",
         "flashinfer",
         "cuDNN's SM12x kernels read rewritten parameters when replayed",
-        "cuDNN backend 9.23.1",
+        f"cuDNN backend {'.'.join(map(str, CUDNN_FIXED))}",
     ),
     Defect("D4", "vllm", "SM100Workspace moves under captured CUDA graphs", "nothing upstream yet"),
 )

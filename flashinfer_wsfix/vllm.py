@@ -1,5 +1,6 @@
 """vLLM's half: ``SM100Workspace.ensure_size`` moves its buffer just the same; ``kernel_warmup`` is where to presize."""
 
+import logging
 import sys
 import weakref
 from types import FunctionType
@@ -7,57 +8,61 @@ from typing import Any
 
 import torch
 
-from . import report, settings, workspace
+from . import allocation, lanes, report, settings, state
 from .detection import Verdict, live_functions, parameters, resizes_only
-from .guards import Guard, Patch, Wrapper, is_guarded, is_sm12x, observed, unguarded
-from .hook import UTILS
+from .guards import Guard, Patch, Wrapper, closes, is_guarded, observed
+from .importer import is_complete, namespace
+from .names import UTILS
+from .presizing import presize
 from .sites import LANES, SM100_WORKSPACE, WARMUP
+
+LOCAL = "_wsfix_local"  # on a buffer of one captured call: nobody else's to use
 
 
 class _Asking:
     """Stands in for the workspace while vLLM's own ``ensure_size`` computes what it needs: its buffer is armed."""
 
-    def __init__(self, instance: Any) -> None:
+    def __init__(self, instance: Any, buffer: torch.Tensor) -> None:
         self._instance = instance
-        self._workspace_buf = workspace.arm(instance._workspace_buf.detach())
+        self._workspace_buf = allocation.arm(buffer.detach())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._instance, name)
 
 
-class _State:
-    """An instance's lane, whose first generation is vLLM's own buffer, and what of it the instance has now."""
-
-    def __init__(self, own: torch.Tensor) -> None:
-        name = SM100_WORKSPACE[1]
-        taken = sum(lane.name.startswith(name) and lane.device == own.device for lane in workspace.lanes())
-        self.lane = workspace.lane(f"{name}.{taken}" if taken else name, own.device)
-        self.lane.generations.append(own)
-        self.published = own
-        self.local: torch.Tensor | None = None  # of a call that was captured
-
-
 # Beside the instances, not on them: they are copied and pickled as vLLM's own.
-_states: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[Any, lanes.Lane] = weakref.WeakKeyDictionary()
 
 
-def _state_of(instance: Any) -> _State:
-    with report.lock:
-        state = _states.get(instance)
-        if state is None:
-            state = _states[instance] = _State(instance._workspace_buf)
-        return state
+def _lane_of(instance: Any) -> lanes.Lane:
+    """Return an instance's lane, whose first generation is vLLM's own buffer.
+
+    A buffer that somebody else has put there since is kept as well, and is the newest one if it is the largest.
+    """
+    buffer = instance._workspace_buf
+    with state.lock:
+        lane = _lanes.get(instance)
+        if lane is None:
+            name = SM100_WORKSPACE[1]
+            taken = sum(lane.name.startswith(name) and lane.device == buffer.device for lane in lanes.lanes())
+            lane = _lanes[instance] = lanes.lane(f"{name}.{taken}" if taken else name, buffer.device)
+        known = [generation.data_ptr() for generation in lane.generations]
+        if buffer.data_ptr() not in known and not hasattr(buffer, LOCAL):
+            smaller = bool(known) and buffer.numel() < lane.generations[-1].numel()
+            lane.generations.insert(0 if smaller else len(known), buffer)
+        return lane
 
 
-def _publish(instance: Any, state: _State, buffer: torch.Tensor) -> None:
+def _publish(instance: Any, lane: lanes.Lane, buffer: torch.Tensor) -> None:
     """Give vLLM its own, unarmed view of a buffer: it must work without us as well."""
-    with report.lock:
-        newest = state.lane.generations[-1]
+    with state.lock:
+        newest = lane.generations[-1]
         if newest.numel() < buffer.numel():  # of a call that is being captured
-            instance._workspace_buf = state.local = buffer.detach()
-        elif newest.data_ptr() != state.published.data_ptr():
+            instance._workspace_buf = buffer.detach()
+            setattr(instance._workspace_buf, LOCAL, True)
+        elif newest.data_ptr() != instance._workspace_buf.data_ptr():
             # Not `buffer`: another thread may have grown the lane further since.
-            instance._workspace_buf = state.published = newest.detach()
+            instance._workspace_buf = newest.detach()
 
 
 def workspace_guard(ensure_size: FunctionType) -> Wrapper:
@@ -65,23 +70,23 @@ def workspace_guard(ensure_size: FunctionType) -> Wrapper:
 
     def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            state = _state_of(instance)
-            if instance._workspace_buf is state.local:  # of the last call, which was captured: nobody else's to use
-                instance._workspace_buf, state.local = state.published, None
-            asking = _Asking(instance)
+            lane = _lane_of(instance)
+            buffer = lane.generations[-1]
+            asking = _Asking(instance, buffer)
         except Exception as error:
-            unguarded(f"vLLM's {SM100_WORKSPACE[1]}", error)
+            report.failed("vllm", error, f"vLLM's {SM100_WORKSPACE[1]}")
             return wrapped(*args, **kwargs)
+        size = 0
         try:
-            return ensure_size(asking, *args, **kwargs)
-        except workspace.Overflow as overflow:
+            ensure_size(asking, *args, **kwargs)
+        except allocation.Overflow as overflow:
             size = overflow.size
         try:
-            _publish(instance, state, state.lane.buffer_for(size, instance._workspace_buf))
+            _publish(instance, lane, lane.buffer_for(size, buffer) if size else buffer)
         except RuntimeError:  # torch has no memory: vLLM's own call would say the same
             raise
         except Exception as error:
-            unguarded(f"vLLM's {SM100_WORKSPACE[1]}", error)
+            report.failed("vllm", error, f"vLLM's {SM100_WORKSPACE[1]}")
             return wrapped(*args, **kwargs)
         return None
 
@@ -99,10 +104,11 @@ def wsfix_kernel_warmup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwar
     try:
         worker = args[0] if args else kwargs.get(WARMUP[2])
         device = getattr(worker, "device", None)
-        if device is not None and UTILS in sys.modules:
-            workspace.presize(device, lanes=_lanes_to_presize(torch.device(device)))
+        if device is not None and is_complete(UTILS):
+            presize(device, lanes=_lanes_to_presize(torch.device(device)))
     except Exception as error:
-        report.warn_once(
+        report.once(
+            logging.WARNING,
             "warm-up",
             f"the workspaces could not be presized before capture ({error}): they grow when they are first used.",
         )
@@ -114,7 +120,7 @@ def _lanes_to_presize(device: torch.device) -> list[str]:
     cache = sys.modules[UTILS]._cache_buf
     names = []
     for lane in LANES:
-        gated = lane.gate in report.gates and is_sm12x(device)  # cuDNN does not run there: memory for nothing
+        gated = lane.gate in state.gates and closes(lane.gate, device)  # no cuDNN there: memory for nothing
         chosen = lane.name in config.presize or config.presize == "all"
         used = config.presize == "used" and (lane.name, device) in cache
         if not gated and (chosen or used):
@@ -128,7 +134,7 @@ def _is_plain(function: object) -> bool:
 
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     """Judge the vLLM modules that are imported, and list what has to be set to guard them. Changes nothing."""
-    version = getattr(sys.modules.get("vllm"), "__version__", None)
+    version = namespace(sys.modules.get("vllm")).get("__version__")
     vllm = f"vLLM {version or 'of unknown version'}"
     if not config.vllm:
         return Verdict("disabled", f"{settings.PREFIX}_VLLM is off: vLLM is left alone"), [], version
@@ -136,7 +142,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     patches, sites, said = [], [], []
 
     module, class_name, method, buffer = SM100_WORKSPACE
-    if module in sys.modules:
+    if is_complete(module):
         owner = vars(sys.modules[module]).get(class_name)
         ensure_size: Any = vars(owner).get(method) if isinstance(owner, type) else None
         codes = [(found.name, found.code) for found in live_functions(sys.modules[module])]
@@ -159,7 +165,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
             said.append(f"its {class_name} is never resized")
 
     module, function, parameter = WARMUP
-    if module in sys.modules and not observing:
+    if is_complete(module) and not observing:
         warmup: Any = vars(sys.modules[module]).get(function)
         known = _is_plain(warmup) and parameters(warmup.__code__)[:1] == (parameter,)
         if known and not is_guarded(warmup):

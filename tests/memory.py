@@ -55,10 +55,11 @@ class Handed:
 
 def forget_lanes() -> None:
     """Let go of all lanes, of what FlashInfer's cache holds or held, of the counters and of what was said."""
-    from flashinfer_wsfix import report, workspace
+    from flashinfer_wsfix import lanes, state, workspace
 
-    workspace._lanes.clear()
+    lanes._lanes.clear()
     workspace.RetiringCache.retired.clear()
     dict.clear(sys.modules["flashinfer.utils"]._cache_buf)
-    report._counters.update(dict.fromkeys(report.COUNTERS, 0))
-    report._said.clear()
+    state.counters.update(dict.fromkeys(state.counters, 0))
+    state.errors.clear()
+    state.said.clear()

@@ -6,7 +6,7 @@
 from itertools import groupby
 from pathlib import Path
 
-from flashinfer_wsfix import detection, hook, settings
+from flashinfer_wsfix import detection, names, settings
 from flashinfer_wsfix.sites import DEFECTS, GATES, SM100_WORKSPACE
 
 import hosts
@@ -24,7 +24,7 @@ CELLS = {
 def flashinfer_state(release: str) -> str:
     """Judge a release by its source. The gate must be there too where the sites are."""
     functions: list[detection.Function] = []
-    for module in (hook.GEMM_BASE, hook.GEMM_BF16_FP4):
+    for module in (names.GEMM_BASE, names.SITE_MODULES[1]):
         path = Path(releases.fetch(release), *module.split(".")).with_suffix(".py")
         if path.exists():
             functions += detection.source_functions(module, path.read_text())

@@ -357,7 +357,7 @@ def test_no_lock_of_ours_is_held_while_an_import_runs():
     """While a module is being imported, by FlashInfer or by us, another thread can take our lock."""
     fresh.flashinfer("0.6.14")
     import flashinfer_wsfix
-    from flashinfer_wsfix import report
+    from flashinfer_wsfix import state
 
     imported = []
 
@@ -365,7 +365,7 @@ def test_no_lock_of_ours_is_held_while_an_import_runs():
         def find_spec(self, name, path=None, target=None):
             taken = []
             thread = threading.Thread(
-                target=lambda: taken.append(report.lock.acquire(timeout=5) and report.lock.release())
+                target=lambda: taken.append(state.lock.acquire(timeout=5) and state.lock.release())
             )
             thread.start()
             thread.join()

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flashinfer_wsfix.demo
 import pytest
+from flashinfer_wsfix.cli.demo import TO_SEE, draw
 
 import releases
 
@@ -120,7 +120,7 @@ def test_a_stock_child_that_is_not_caught_is_no_evidence():
 
 
 def test_the_timeline_fits_80_columns(shown):
-    lines = flashinfer_wsfix.demo.draw(shown[1])
+    lines = draw(shown[1])
     assert max(map(len, lines)) < 80
     assert any(re.fullmatch(r"ended +X killed by SIGSEGV += alive", line) for line in lines)
 
@@ -130,10 +130,10 @@ def test_colour_is_padding_neutral():
     child = {"state": None, "reason": None, "steps": [step], "ended": "SIGSEGV", "log": []}
     children = {"stock": child, "guarded": child}
     result = {"flashinfer": "0", "device": "cpu", "shown": True, "sentence": "", "children": children}
-    painted = flashinfer_wsfix.demo.draw(result, colour=True)
+    painted = draw(result, colour=True)
     assert any("\033[31m" in line for line in painted)
     plain = [re.sub("\033\\[\\d+m", "", line).rstrip() for line in painted]
-    assert plain == flashinfer_wsfix.demo.draw(result)
+    assert plain == draw(result)
 
 
 def test_a_release_that_is_not_affected():
@@ -141,7 +141,7 @@ def test_a_release_that_is_not_affected():
     assert done.returncode == 0
     words = " ".join(done.stdout.split())
     assert words.startswith("Nothing to show: FlashInfer 0.7.4 grows its cuDNN workspace without moving it")
-    assert words.endswith(flashinfer_wsfix.demo.TO_SEE)
+    assert words.endswith(TO_SEE)
 
 
 def test_no_flashinfer():
@@ -149,7 +149,7 @@ def test_no_flashinfer():
     result = seen(done)
     assert done.returncode == 1
     assert result["sentence"].startswith("FlashInfer is not installed")
-    assert result["sentence"].endswith(flashinfer_wsfix.demo.TO_SEE)
+    assert result["sentence"].endswith(TO_SEE)
     assert (result["flashinfer"], result["children"]) == (None, {})
 
 

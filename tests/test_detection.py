@@ -11,13 +11,14 @@ import types
 from pathlib import Path
 
 import pytest
-from flashinfer_wsfix import detection, hook, sites
+from flashinfer_wsfix import activation, detection, names
 
+import arguments
 import fresh
 import releases
 
-EIGHT = [f"{site.module}.{site.function}" for site in sites.SITES if site.module == hook.GEMM_BASE]
-TEN = [f"{site.module}.{site.function}" for site in sites.SITES]
+EIGHT = [f"{site.module}.{site.function}" for site in arguments.SITES if site.module == names.GEMM_BASE]
+TEN = [f"{site.module}.{site.function}" for site in arguments.SITES]
 FACTS = {
     "0.5.3": ("not-affected", []),
     "0.6.11.post3": ("not-affected", []),
@@ -28,7 +29,7 @@ FACTS = {
 }
 PUBLISHED = Path(__file__).parents[2] / "shared" / "flashinfer_releases.json"
 STATES = {"call-local": "not-affected", "move": "guarded", "fixed": "not-needed"}
-MODULES = (hook.GEMM_BASE, hook.GEMM_BF16_FP4)
+MODULES = (names.GEMM_BASE, names.SITE_MODULES[1])
 
 
 def folder(release):
@@ -39,7 +40,7 @@ def folder(release):
     return releases.fetch(release)
 
 
-def source_of(release, module=hook.GEMM_BASE):
+def source_of(release, module=names.GEMM_BASE):
     return (folder(release) / (module.replace(".", "/") + ".py")).read_text()
 
 
@@ -49,7 +50,7 @@ def judged(release, change=lambda source: source):
     for module in MODULES:
         if (folder(release) / (module.replace(".", "/") + ".py")).exists():
             source = source_of(release, module)
-            functions += detection.source_functions(module, change(source) if module == hook.GEMM_BASE else source)
+            functions += detection.source_functions(module, change(source) if module == names.GEMM_BASE else source)
     return detection.judge(functions, release)
 
 
@@ -65,7 +66,7 @@ GATE = "def fp8_gemm_sm100(a, runner_names): pass\n"
 GATE_RENAMED = GATE.replace("runner_names", "names")
 
 
-def judged_lines(source, module=hook.GEMM_BASE):
+def judged_lines(source, module=names.GEMM_BASE):
     return detection.judge(list(detection.source_functions(module, source)), "1.0")
 
 
@@ -106,26 +107,26 @@ SHAPES = {
 def test_source_with(shape):
     source, state = SHAPES[shape]
     verdict = judged_lines(source)
-    assert (verdict.state, verdict.sites) == (state, (f"{hook.GEMM_BASE}.run",) if state == "guarded" else ())
+    assert (verdict.state, verdict.sites) == (state, (f"{names.GEMM_BASE}.run",) if state == "guarded" else ())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_live_module_with(shape):
     """It is judged as its source is."""
     source, _ = SHAPES[shape]
-    module = types.ModuleType(hook.GEMM_BASE)
+    module = types.ModuleType(names.GEMM_BASE)
     module.cache = functools.cache
     exec(source, vars(module))
     assert detection.judge(list(detection.live_functions(module)), "1.0") == judged_lines(source)
 
 
 def test_a_function_with_the_name_of_a_gate_elsewhere_is_no_gate():
-    assert judged_lines(SITE + GATE_RENAMED, hook.GEMM_BF16_FP4).state == "guarded"
+    assert judged_lines(SITE + GATE_RENAMED, names.SITE_MODULES[1]).state == "guarded"
 
 
 def test_of_two_problems_the_first_is_named():
     source = SITE.replace("def", "async def") + SITE.replace("run", "other").replace("numel", "size")
-    assert f"({hook.GEMM_BASE}.run is decorated" in judged_lines(source).reason
+    assert f"({names.GEMM_BASE}.run is decorated" in judged_lines(source).reason
 
 
 LIVE = """
@@ -188,7 +189,7 @@ def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypa
     verdict = judged_at(tmp_path)
     assert (verdict.state, "of unknown version" in verdict.reason) == ("not-affected", True)
     (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE, encoding="utf-8-sig")
-    assert judged_at(tmp_path).sites == (f"{hook.GEMM_BASE}.run",)
+    assert judged_at(tmp_path).sites == (f"{names.GEMM_BASE}.run",)
     verdict = judged_at(real)
     assert (sorted(verdict.sites), "FlashInfer 0.6.18.post1 " in verdict.reason) == (sorted(TEN), True)
 
@@ -299,12 +300,12 @@ def live_agrees(release):
 
     from importlib.util import find_spec
 
-    if find_spec(hook.GEMM_BF16_FP4):
-        __import__(hook.GEMM_BF16_FP4)
-    hook.deactivate()
+    if find_spec(names.SITE_MODULES[1]):
+        __import__(names.SITE_MODULES[1])
+    activation.deactivate()
     before = live()
     assert before == judged(release)
-    hook.activate()
+    activation.activate()
     assert live() == before
 
 
@@ -375,14 +376,14 @@ def untouched():
     import flashinfer_wsfix
 
     __import__("flashinfer")
-    __import__(hook.GEMM_BF16_FP4)
+    __import__(names.SITE_MODULES[1])
     flashinfer_wsfix.activate()
     from flashinfer_wsfix import guards, workspace
 
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("flashinfer."):
             assert not [name for name, value in vars(module).items() if guards.is_guarded(value)]
-    assert type(sys.modules[hook.UTILS]._cache_buf) is not workspace.RetiringCache
+    assert type(sys.modules[names.UTILS]._cache_buf) is not workspace.RetiringCache
     return flashinfer_wsfix.status().targets[0].state
 
 
@@ -524,14 +525,14 @@ def test_a_late_module_of_an_unknown_shape_takes_the_guard_back(tmp_path):
 
 def test_source_with_a_syntax_error():
     with pytest.raises(SyntaxError):
-        list(detection.source_functions(hook.GEMM_BASE, "def f(:\n"))
+        list(detection.source_functions(names.GEMM_BASE, "def f(:\n"))
 
 
 def test_a_number_of_a_version_decides_nothing():
     """An overlay, new code under an old number and the other way round, is judged by its code."""
-    functions = list(detection.source_functions(hook.GEMM_BASE, source_of("0.7.4")))
+    functions = list(detection.source_functions(names.GEMM_BASE, source_of("0.7.4")))
     assert detection.judge(functions, "0.6.14").state == "not-needed"
-    functions = list(detection.source_functions(hook.GEMM_BASE, source_of("0.6.14")))
+    functions = list(detection.source_functions(names.GEMM_BASE, source_of("0.6.14")))
     assert detection.judge(functions, "0.7.4").state == "guarded"
 
 
@@ -553,10 +554,10 @@ READ = """
 import sys
 import types
 from pathlib import Path
-from flashinfer_wsfix import detection, hook
+from flashinfer_wsfix import detection, names
 for folder in sys.argv[1:]:
     functions = []
-    for module in (hook.GEMM_BASE, hook.GEMM_BF16_FP4):
+    for module in (names.GEMM_BASE, names.SITE_MODULES[1]):
         file = Path(folder, module.replace(".", "/") + ".py")
         if file.exists():
             functions += detection.source_functions(module, file.read_text(encoding="utf-8"))

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashinfer_wsfix import doctor
+from flashinfer_wsfix.cli import doctor
+from flashinfer_wsfix.cli.doctor import children, printer
+from flashinfer_wsfix.cli.doctor import environment as environment_of
 from flashinfer_wsfix.hook import CUTLASS_MLA
 
 import covered
@@ -106,7 +108,7 @@ class Environment:
         assert found["problem"] == any(finding["problem"] for finding in found["findings"])
         assert found["problem"] == ("NOT guarded" in found["sentence"])
         # Commands and paths, which are there to be copied, are not cut in two.
-        assert max(len(re.sub(r"`[^`]*`|\S{30,}", "", line)) for line in doctor._lines(found)) < 80
+        assert max(len(re.sub(r"`[^`]*`|\S{30,}", "", line)) for line in printer.lines(found)) < 80
         return found
 
 
@@ -461,7 +463,7 @@ def test_flashinfer_is_really_imported_in_a_child(affected: Environment, plugin:
     else:
         affected.run("enable")
     heavy = ["torch", "flashinfer", "vllm", "wrapt", "pynvml"]
-    code = "import sys; from flashinfer_wsfix import doctor; doctor.main(json=True)"
+    code = "import sys; from flashinfer_wsfix.cli import doctor; doctor.main(json=True)"
     ran = affected.run("-c", f"{code}; sys.exit(any(map(sys.modules.get, {heavy})))")
     assert (ran.returncode, ran.stderr) == (0, "")
     row = json.loads(ran.stdout)["activation"][-1]
@@ -560,26 +562,26 @@ def test_children_that_do_not_start(affected: Environment) -> None:
 
 
 def test_children_that_say_nothing() -> None:
-    with pytest.raises(doctor.NoAnswer, match=r"^it printed nothing$"):
-        doctor._python("print('hello')")
+    with pytest.raises(children.NoAnswer, match=r"^it printed nothing$"):
+        children.python("print('hello')")
 
 
 def test_cudnn_that_came_from_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library says 92301 for 9.23.1."""
-    monkeypatch.setattr(doctor, "_python", lambda code: 92301)
-    assert doctor._cudnn() == "9.23.1"
+    monkeypatch.setattr(environment_of, "python", lambda code: 92301)
+    assert environment_of._cudnn() == "9.23.1"
 
 
 def test_children_have_a_time_limit() -> None:
-    with pytest.raises(doctor.NoAnswer, match=r"^no answer within 0 s$"):
-        doctor._run([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.1)
+    with pytest.raises(children.NoAnswer, match=r"^no answer within 0 s$"):
+        children.run([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.1)
 
 
 def test_report_for_people(affected: Environment) -> None:
     """The overall sentence comes first; no colour; the exit status is the JSON's."""
     ran = affected.run("doctor")
     assert ran.returncode == 1
-    assert ran.stdout.splitlines() == list(doctor._lines(affected.ask()))
+    assert ran.stdout.splitlines() == list(printer.lines(affected.ask()))
     assert ran.stdout.startswith("This machine is affected (D1, D2) and NOT guarded.\n")
     assert "\x1b" not in ran.stdout
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in ran.stdout
@@ -596,7 +598,7 @@ def test_json_has_the_documented_keys(affected: Environment) -> None:
         assert all(row.keys() == KEYS[name] for row in found[name])
     affected.put_gpu(*RTX)
     made = affected.ask()["environment"]
-    assert made.keys() == doctor.ENVIRONMENT.keys() | {"gpus"}
+    assert made.keys() == environment_of.ENVIRONMENT.keys() | {"gpus"}
     assert made["gpus"] == [{"name": RTX[0], "capability": RTX[1], "driver": "580.95"}]
     documented = str(doctor.__doc__)
     assert all(f"``{key}``" in documented for keys in (*KEYS.values(), made) for key in keys)

@@ -133,7 +133,7 @@ def test_a_graph_captured_before_growth_replays_on_its_own_memory(gemm: Gemm, wo
 
 def test_stock_moves_it_and_harms_another_owner(wsfix: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo takes these steps in two processes, stock and guarded, with a real graph where there is a GPU."""
-    code = import_module("flashinfer_wsfix.demo").run(True)
+    code = import_module("flashinfer_wsfix.cli.demo").run(True)
     told = json.loads(capsys.readouterr().out)
     assert told["device"] == "cuda:0", told
     assert any(step.get("moved") for step in told["children"]["stock"]["steps"]), told
@@ -173,7 +173,7 @@ def test_a_lane_first_used_under_capture_runs_on_flashinfers_own_buffer(gemm: Ge
 def test_a_generation_is_zeroed_on_whatever_stream_it_is_first_seen(
     wsfix: ModuleType, gemm: Gemm, workspace: ModuleType, presized: bool
 ) -> None:
-    left_over = torch.full((workspace.first_bytes,), SENTINEL, dtype=torch.uint8, device=DEVICE)
+    left_over = torch.full((state.first_bytes,), SENTINEL, dtype=torch.uint8, device=DEVICE)
     address = left_over.data_ptr()
     del left_over  # the allocator hands the very block out again, as it is
     side = torch.cuda.Stream()
@@ -298,7 +298,7 @@ def test_presize(wsfix: ModuleType, workspace: ModuleType) -> None:
     assert [lane.name for lane in workspace.lanes()] == [row.name for row in workspace.LANES]
     for lane in workspace.lanes():
         (first,) = lane.generations
-        assert (first.device, first.numel(), bool(first.any())) == (DEVICE, workspace.first_bytes, False)
+        assert (first.device, first.numel(), bool(first.any())) == (DEVICE, state.first_bytes, False)
         stock = own[lane.name, DEVICE]
         assert (stock.numel(), bool(stock.any())) == (import_module(GEMM_BASE).DEFAULT_WORKSPACE_SIZE, False)
 

@@ -84,6 +84,6 @@ def test_defaults_are_written_as_one_would_write_them(monkeypatch):
 
 @fresh.process
 def test_lanes_have_their_default_before_the_settings_are_read():
-    from flashinfer_wsfix import workspace
+    from flashinfer_wsfix import state
 
-    assert workspace.first_bytes == settings.read()[0].workspace_bytes == 40 << 20
+    assert state.first_bytes == settings.read()[0].workspace_bytes == 40 << 20

@@ -10,7 +10,7 @@ import sys
 
 def _activate():
     try:
-        from flashinfer_wsfix.hook import activate
+        from flashinfer_wsfix.activation import activate
 
         activate("sitecustomize")
     except BaseException:

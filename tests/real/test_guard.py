@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
-from flashinfer_wsfix import workspace
+from flashinfer_wsfix import allocation, lanes, workspace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import arguments
@@ -67,8 +68,12 @@ def fp8(sites):
     return next(site for site in sites if site.kind == "fp8")
 
 
-def own(name=NAME, nbytes=OWN, device=CPU):
-    """FlashInfer's own buffer of a lane, from its own function."""
+def own(name=NAME, nbytes=OWN, device=CPU, late=False):
+    """FlashInfer's own buffer of a lane, from its own function. ``late``: it was there before us, so no lane began."""
+    if late:
+        cache = sys.modules["flashinfer.utils"]._cache_buf
+        dict.__setitem__(cache, (name, device), torch.zeros(nbytes, dtype=torch.uint8))
+        cache.held.add((name, device))
     return sys.modules["flashinfer.utils"]._get_cache_buf(name, nbytes, device, zero_init=True)
 
 
@@ -86,7 +91,7 @@ def hand(site, nbytes, tensor, **options):
 
 
 def lane(name=NAME, device=CPU):
-    return workspace._lanes[name, device]
+    return lanes._lanes[name, device]
 
 
 def same(one, other):
@@ -175,15 +180,19 @@ def test_1_a_larger_request_displaces_under_every_name_that_modules_copied(guard
         held.append(Handed.of(module._get_cache_buf(NAME, size * MIB, CPU, zero_init=True)))
         held[-1].write(bytes([size] * 8))
     gc.collect()
-    assert [buffer.read() for buffer in held] == [{bytes([size] * 8)} for size in range(1, len(modules) + 1)]
+    assert all(buffer.is_alive() for buffer in held)
+    assert held[-1].read() == {bytes([len(modules)] * 8)}
+    assert len({buffer.address for buffer in held}) == len(lane().generations) > 2  # what a generation has room for
     assert guard.status().displaced_buffers == len(modules) - 1
 
 
 def test_1_a_displaced_buffer_that_a_graph_ran_on_lives_on(fp8):
     """The own buffer that a captured call ran on (point 7) outlives its displacement."""
+    tensor = own(nbytes=MIB, late=True)
     with fakes.capturing():
-        held = hand(fp8, MIB, own(nbytes=MIB))
+        held = hand(fp8, MIB, tensor)
     held.write(SENTINEL)
+    del tensor
     own(nbytes=2 * MIB)
     gc.collect()
     assert held.is_alive()
@@ -215,12 +224,11 @@ def test_2_the_zero_fill_has_finished_before_a_generation_is_published(fp8):
 
     def watched(*args, **kwargs):
         if "device" in kwargs:
-            seen.append((lane().current is workspace.PROBE, list(lane().generations)))
+            seen.append((lane().current is None, list(lane().generations)))
         return zeros(*args, **kwargs)
 
-    tensor = own()
     with mock.patch.object(torch, "zeros", watched):
-        call(fp8, MORE, tensor)
+        call(fp8, MORE, own(late=True))
     assert seen == [(True, [])]
 
 
@@ -238,7 +246,49 @@ def test_3_flashinfers_buffer_keeps_object_address_and_size(site, style):
     assert own() is tensor
     assert (tensor.data_ptr(), tensor.numel(), tensor.untyped_storage().nbytes()) == before
     assert not tensor.any()
-    assert "resize_" not in vars(tensor)  # it can still be resized by its owner
+
+
+def test_3_flashinfers_buffer_is_the_beginning_of_generation_1(fp8):
+    """So a lane costs what its generation has over stock, and no second buffer; a larger one of an operator's too."""
+    tensor = own()
+    [generation] = lane().generations
+    assert (tensor.data_ptr(), tensor.numel(), generation.numel()) == (generation.data_ptr(), OWN, FIRST)
+    assert call(fp8, FIRST, tensor).data_ptr == tensor.data_ptr()
+    larger = own("mm_bf16_workspace", 5 * MIB)
+    [generation] = lane("mm_bf16_workspace").generations
+    assert (larger.data_ptr(), larger.numel(), generation.numel()) == (generation.data_ptr(), 5 * MIB, 6 * MIB)
+    with fakes.capturing():
+        assert call(fp8, 5 * MIB, larger).data_ptr == larger.data_ptr()
+
+
+def test_3_flashinfers_own_code_may_still_grow_its_buffer_and_frees_nothing(fp8, guard):
+    """Deactivated, or after an error of ours: the buffer moves as in stock, and every generation stays."""
+    tensor = own()
+    held = [hand(fp8, size, tensor) for size in (MORE, FIRST + 256)]
+    guard.deactivate()
+    assert call(fp8, OWN, tensor).workspace is tensor
+    for size in (3 * FIRST, 9 * FIRST):
+        execution = call(fp8, size, tensor, look=False)
+        assert (execution.workspace is tensor, execution.numel, tensor.numel()) == (True, size, size)
+        held.append(Handed.of(tensor))
+        del execution
+    gc.collect()
+    assert all(buffer.is_alive() for buffer in held)
+    assert len({buffer.address for buffer in held}) == 4
+
+
+def test_3_a_buffer_that_flashinfer_makes_under_capture_is_not_left_to_others(fp8, dirty_memory):
+    """It lives in that graph's pool: kept, zeroed, and made anew by the next who asks."""
+    with fakes.capturing():
+        tensor = sys.modules["flashinfer.utils"]._get_cache_buf(NAME, OWN, CPU)
+        execution = call(fp8, OWN, tensor)
+    assert same(execution.workspace, tensor) and execution.zeroed
+    held = Handed.of(execution.workspace)
+    del tensor, execution
+    gc.collect()
+    assert held.is_alive()
+    assert own().data_ptr() != held.address
+    assert call(fp8, OWN, own()).data_ptr == lane().generations[0].data_ptr()
 
 
 @pytest.mark.parametrize("style", ["positional", "keyword"])
@@ -257,28 +307,32 @@ def test_4_the_callers_own_tensor_is_not_touched(site, style):
 # --- 5: the first generation ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize(
     "mebibytes, asked, made",
     [
-        (None, 0, 40 * MIB),
-        (None, 32 * MIB + 256, 40 * MIB),  # what cuDNN's cuBLASLt-backed plan asks for
-        (None, 64 * MIB, 64 * MIB),
-        (None, 64 * MIB + 1, 66 * MIB),
-        ("96", 1000, 96 * MIB),
-        ("3", 1000, 4 * MIB),
+        (None, 0, [40]),
+        (None, 32 * MIB + 256, [40]),  # what cuDNN's cuBLASLt-backed plan asks for
+        (None, 64 * MIB, [40, 80]),
+        (None, 80 * MIB + 1, [40, 82]),
+        ("96", 1000, [96]),
+        ("3", 1000, [4]),
     ],
 )
-def test_5_first_eager_use_makes_generation_1(mebibytes, asked, made, guard, fp8, monkeypatch):
-    """40 MiB, or what the setting says, or more if asked for; in steps of 2 MiB."""
+def test_5_generation_1_is_there_with_flashinfers_buffer(mebibytes, asked, made, late, guard, fp8, monkeypatch):
+    """40 MiB, or what the setting says, in steps of 2 MiB; with the first call for a buffer that was there before us."""
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", mebibytes or "")
     guard.activate()
-    execution = call(fp8, asked, own())
-    assert execution.numel == made
+    tensor = own(late=late)
+    assert [status.nbytes for status in guard.status().lanes] == ([] if late else made[:1] and [made[0] * MIB])
+    execution = call(fp8, asked, tensor)
+    assert execution.numel == made[-1] * MIB
     [status] = guard.status().lanes
-    assert (status.name, status.device, status.generation) == (NAME, "cpu", 1)
-    assert (status.nbytes, status.retired_nbytes, status.address) == (made, 0, execution.data_ptr)
-    assert status.high_water == asked
-    assert guard.status().growths == 0
+    assert (status.name, status.device, status.generation) == (NAME, "cpu", len(made))
+    assert (status.nbytes, status.address) == (made[-1] * MIB, execution.data_ptr)
+    assert status.retired_nbytes == sum(made[:-1]) * MIB
+    assert status.high_water == (asked if len(made) > 1 else 0)
+    assert guard.status().growths == len(made) - 1
 
 
 def test_5_zero_mebibytes_make_a_generation_on_overflow_only(guard, site, monkeypatch):
@@ -302,7 +356,7 @@ def test_5_zero_mebibytes_make_a_generation_on_overflow_only(guard, site, monkey
     [
         ([1, 2 * MIB, 2 * MIB + 1], [2, 4]),
         ([1, 9 * MIB, 3 * MIB, 10 * MIB + 256], [2, 10, 20]),
-        ([32 * MIB, 31 * MIB, 1], [32]),
+        ([32 * MIB, 31 * MIB, 1], [2, 32]),
         ([1, 2 * MIB + 1, 4 * MIB + 1, 8 * MIB + 1], [2, 4, 8, 16]),
     ],
 )
@@ -324,7 +378,7 @@ def test_6_a_generation_is_twice_the_last_one_or_what_was_asked_for(asked, made,
 
 @pytest.mark.parametrize("style", ["positional", "keyword"])
 def test_7_without_a_generation_a_captured_call_that_fits_runs_on_flashinfers_buffer(site, style, guard):
-    tensor = own()
+    tensor = own(late=True)
     with fakes.capturing():
         assert same(call(site, OWN, tensor, style=style).workspace, tensor)
         assert same(call(site, OWN, tensor, style=style).workspace, tensor)
@@ -335,10 +389,8 @@ def test_7_without_a_generation_a_captured_call_that_fits_runs_on_flashinfers_bu
 @pytest.mark.parametrize("generations", [0, 1])
 def test_7_an_overflow_under_capture_publishes_nothing(site, style, generations, guard, caplog):
     """It gets a zeroed buffer of its own, which nobody keeps; it is counted each time and logged once."""
-    tensor = own()
-    if generations:
-        call(site, 0, tensor, look=False)
-    before = (lane().current, list(lane().generations)) if generations else (workspace.PROBE, [])
+    tensor = own(late=not generations)
+    before = (lane().current, list(lane().generations)) if generations else (None, [])
     caplog.clear()
     for _ in range(2):
         with fakes.capturing(), fakes.capturing():
@@ -353,7 +405,7 @@ def test_7_an_overflow_under_capture_publishes_nothing(site, style, generations,
     assert f"{FIRST + 256} bytes" in caplog.text
     assert "FLASHINFER_WSFIX_WORKSPACE_MIB=4" in caplog.text
     assert guard.status().lanes[0].high_water == FIRST + 256
-    assert call(site, FIRST + 256, tensor).numel == (2 * FIRST if generations else FIRST + 2 * MIB)
+    assert call(site, FIRST + 256, tensor).numel == 2 * FIRST
 
 
 def test_7_a_captured_call_that_fits_runs_on_the_generation(site, guard):
@@ -566,7 +618,7 @@ def test_9_the_runners_never_retry_because_of_us(kind, backend, gemm_base, cudnn
 
 def test_9_an_overflow_is_no_exception():
     """So no `except Exception` between a site and its guard can take it for a failed tactic."""
-    assert not issubclass(workspace.Overflow, Exception)
+    assert not issubclass(allocation.Overflow, Exception)
 
 
 # --- 10: never coarser than FlashInfer --------------------------------------------------------------------------------
@@ -579,8 +631,8 @@ def test_10_lanes_are_apart_by_name_and_by_device(site, guard):
         addresses = [hand(site, size, tensor).address for tensor in tensors]
         assert len(set(addresses)) == 4
         assert [hand(site, size, tensor, style="keyword").address for tensor in tensors] == addresses
-    assert [(status.name, status.device) for status in guard.status().lanes] == [
-        ("one", "cpu"), ("one", "cpu:0"), ("two", "cpu"), ("two", "cpu:0")
+    assert [(status.name, status.generation) for status in guard.status().lanes] == [
+        ("one", 2), ("one", 2), ("two", 2), ("two", 2)
     ]  # fmt: skip
 
 
@@ -654,7 +706,7 @@ import fakes
 sys.modules["cudnn"], sys.modules["cutlass"] = fakes.cudnn, None
 import flashinfer, torch, flashinfer_wsfix, arguments
 fakes.install(flashinfer)
-from flashinfer_wsfix import workspace
+from flashinfer_wsfix import allocation, lanes, workspace
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 site = next(site for site in arguments.SITES if site.kind == "fp8")
 utils = sys.modules["flashinfer.utils"]
@@ -670,7 +722,7 @@ def grow_on():
     number = 0
     while not stop.is_set():
         grow(f"parent {number % 2}", 4)
-        workspace._lanes.clear()  # so that they grow again
+        lanes._lanes.clear()  # so that they grow again
         utils._cache_buf.clear()
         workspace.RetiringCache.retired.clear()
         number += 1
@@ -769,28 +821,53 @@ def test_out_of_memory_comes_out_as_torch_raised_it_and_the_lane_is_as_it_was(si
     call(site, MORE, tensor)
     before = (lane().current, list(lane().generations))
     graph = fakes.Graph(FIRST + 256)
-    with fakes.out_of_memory(0, 1), pytest.raises(torch.OutOfMemoryError) as caught:
+    with fakes.out_of_memory(0, 1, 2, 3), pytest.raises(torch.OutOfMemoryError) as caught:
         arguments.call(site, graph, tensor, style)
     assert (caught.value.__context__, graph.executions) == (None, [])
     assert (lane().current, lane().generations) == before
     assert guard.status().growths == 0
+    for _ in range(4):  # not at once again: who asks meanwhile gets what there is
+        assert call(site, FIRST + 256, tensor).numel == FIRST + 256
     assert call(site, FIRST + 256, tensor).numel == 2 * FIRST
 
 
-@pytest.mark.parametrize("generations", [0, 1])
-def test_where_only_the_doubled_size_fails_the_call_still_works(site, generations, guard):
-    """It runs on a zeroed buffer of its own size; FlashInfer's own where that is large enough."""
-    tensor = own()
-    if generations:
-        call(site, MORE, tensor)
-    before = (lane().current, list(lane().generations)) if generations else (workspace.PROBE, [])
-    with fakes.out_of_memory(0):
-        execution = call(site, FIRST + 256, tensor)
-    assert (execution.numel, execution.zeroed) == (FIRST + 256, True)
-    assert (lane().current, lane().generations) == before
-    with fakes.out_of_memory(0):
-        execution = call(site, 1000, tensor)
-    assert same(execution.workspace, lane().current if generations else tensor)
+def test_where_only_the_doubled_size_fails_less_is_published(site, guard):
+    """Half as much again, else what was asked for: then the next calls of that size need no memory."""
+    tensor = own(nbytes=16 * MIB)
+    for refused, asked, made in ((1, 17, 24), (2, 26, 26), (2, 28, 28)):
+        with fakes.out_of_memory(*range(refused)):
+            assert call(site, asked * MIB - 256, tensor, look=False).numel == made * MIB
+        with fakes.out_of_memory(*range(9)):
+            assert call(site, asked * MIB, tensor, look=False).numel == made * MIB
+    assert (guard.status().growths, guard.status().lanes[0].generation) == (3, 4)
+
+
+def test_a_growth_that_fails_is_tried_again_seldom_and_keeps_nothing_alive(fp8, guard):
+    """A thousand calls ask the allocator for the lane a handful of times; no exception of ours is left over."""
+    tensor, tried = own(), []
+    real = allocation.zeroed
+
+    def scarce(nbytes, device):
+        tried.append(nbytes)
+        with fakes.out_of_memory(0):
+            return real(nbytes, device)
+
+    class Held:
+        pass
+
+    def host():
+        held = Held()
+        call(fp8, FIRST + 256, tensor, look=False)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        with mock.patch.object(allocation, "zeroed", scarce):
+            assert [host()() for _ in range(1000)] == [None] * 1000
+    finally:
+        gc.enable()
+    assert len(tried) <= 3 * 6 and len(lane().generations) == 1
+    assert call(fp8, FIRST + 257, own("mm_bf16_workspace")).numel == 2 * FIRST
 
 
 # --- observing, and errors of ours ------------------------------------------------------------------------------------
@@ -819,13 +896,17 @@ def test_observing_logs_each_move_and_changes_nothing(site, style, captured, obs
     assert workspace.lanes() == ()
 
 
-def test_observing_wraps_the_sites_alone(guard, gemm_base, sites, observing):
+def test_observing_wraps_the_sites_and_looks_at_the_cache(guard, gemm_base, sites, observing, caplog):
     from flashinfer_wsfix import guards
 
     assert guard.status().targets[0].state == "observing"
     assert all(guards.is_guarded(site.live()) for site in sites)
     assert not guards.is_guarded(gemm_base.fp8_gemm_sm100)
-    assert type(sys.modules["flashinfer.utils"]._cache_buf) is dict
+    tensor, larger = own(), own(nbytes=3 * OWN)
+    assert (larger is tensor, own(nbytes=3 * OWN) is larger, "resize_" in vars(larger)) == (False, True, False)
+    [record] = caplog.records
+    assert f"MOVED by FlashInfer: lane {NAME} on cpu, {OWN} bytes at" in record.getMessage()
+    assert (guard.status().displaced_buffers, workspace.RetiringCache.retired) == (0, [])
 
 
 def test_observing_names_what_is_in_no_cache_scratch(fp8, observing, caplog):
@@ -850,20 +931,26 @@ def test_an_error_of_ours_while_observing_hides_where_it_was_and_no_more(fp8, ob
     monkeypatch.setattr(workspace, "cache_key", fail)
     assert call(fp8, MORE, own(), look=False).numel == MORE
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "hid where (LookupError('ours'))" in caplog.text
+    assert "the log of a workspace that moved ran UNGUARDED" in caplog.text and "LookupError: ours" in caplog.text
 
 
 @pytest.mark.parametrize("style", ["positional", "keyword"])
 @pytest.mark.parametrize("place", ["lane_of", "buffer_for"])
-def test_where_we_fail_flashinfers_own_code_runs_and_that_is_said_once(site, style, place, caplog, monkeypatch):
-    """Once per call, on the caller's own tensor."""
+def test_where_we_fail_flashinfers_own_code_runs_and_that_is_said_once(site, style, place, guard, caplog, monkeypatch):
+    """Once per call, on the caller's own tensor; status() shows it, and STRICT raises it."""
     monkeypatch.setattr(workspace if place == "lane_of" else workspace.Lane, place, fail)
-    tensor = own()
+    tensor = own(late=True)
     for size in (1000, OWN):
         execution = call(site, size, tensor, style=style)
         assert (execution.workspace is tensor, execution.numel) == (True, OWN)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "a cuDNN GEMM runs UNGUARDED" in caplog.text and "LookupError('ours')" in caplog.text
+    assert "a cuDNN GEMM ran UNGUARDED" in caplog.text and "LookupError: ours" in caplog.text
+    status = guard.status()
+    assert (status.targets[0].state, status.unguarded_calls) == ("failed", 2)
+    assert "LookupError: ours" in status.targets[0].reason
+    monkeypatch.setenv("FLASHINFER_WSFIX_STRICT", "1")
+    with pytest.raises(LookupError, match="ours"):
+        call(site, OWN, tensor, style=style)
 
 
 def test_what_a_guard_runs_is_not_compiled_where_torch_compile_is_in_use(monkeypatch):
@@ -871,6 +958,10 @@ def test_what_a_guard_runs_is_not_compiled_where_torch_compile_is_in_use(monkeyp
 
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.SimpleNamespace(disable=lambda function: [function]))
     assert guards.uncompiled(fail) == [fail]
+    half = types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True), disable=fail)
+    for incomplete in (half, types.ModuleType("torch._dynamo")):  # while another thread imports it
+        monkeypatch.setitem(sys.modules, "torch._dynamo", incomplete)
+        assert guards.uncompiled(fail) is fail
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     assert guards.uncompiled(fail) is fail
 
@@ -880,29 +971,15 @@ def test_what_a_guard_runs_is_not_compiled_where_torch_compile_is_in_use(monkeyp
 CUDA_1 = torch.device("cuda", 1)
 
 
-def test_on_a_gpu_the_zero_fill_is_waited_for_in_the_thread_that_asked_for_it(monkeypatch):
-    zeros, done = torch.zeros, []
-
-    class Stream:
-        def synchronize(self):
-            done.append(threading.current_thread().name)
-
-    monkeypatch.setattr(torch, "zeros", lambda nbytes, dtype, device: zeros(nbytes, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: done.append(device) or Stream())
-    workspace._zeroed(8, CUDA_1)
-    workspace._zeroed(8, CPU)
-    assert done == [CUDA_1, "flashinfer-wsfix"]
-
-
 def test_whether_a_stream_is_captured_is_asked_for_the_tensors_device(monkeypatch):
     """-1 is torch's word for leaving the device as it is. Where torch does not answer, nothing is captured."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(asked.append(device)))
     with fakes.capturing():
-        assert workspace.is_capturing(CUDA_1) and workspace.is_capturing(CPU)
+        assert allocation.is_capturing(CUDA_1) and allocation.is_capturing(CPU)
     assert asked == [CUDA_1, -1]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", mock.Mock(side_effect=RuntimeError))
-    assert workspace.is_capturing(CPU) is False
+    assert allocation.is_capturing(CPU) is False
 
 
 def test_what_another_thread_has_made_meanwhile_is_used(fp8):
@@ -926,6 +1003,7 @@ def test_each_generation_is_logged_with_both_addresses(fp8, caplog):
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     assert f"generation 1: lane {NAME} on cpu, 0 bytes at 0x0 -> {one}, capturing no" in caplog.messages[0]
     assert f"generation 2: lane {NAME} on cpu, {one} -> {2 * FIRST} bytes" in caplog.messages[1]
+    assert caplog.messages[1].endswith(tuple("0123456789"))  # whose line called
 
 
 def test_what_avoids_an_overflow_depends_on_whose_lane_it_is(caplog):
@@ -935,6 +1013,7 @@ def test_what_avoids_an_overflow_depends_on_whose_lane_it_is(caplog):
         with fakes.capturing():
             workspace.Lane(name, CPU).buffer_for(MORE, torch.zeros(1))
         assert ("presize()" in caplog.text, "Run that shape once" in caplog.text) == (name == NAME, name != NAME)
+        assert "WORKSPACE_MIB" not in caplog.text  # what is in force would have done
 
 
 def test_a_lane_that_was_asked_for_nothing_has_no_high_water_mark():
@@ -944,7 +1023,7 @@ def test_a_lane_that_was_asked_for_nothing_has_no_high_water_mark():
 def test_presizing_to_the_setting_is_no_request(guard):
     with fakes.available():
         guard.presize(CPU, lanes=[NAME])
-    assert (guard.status().lanes[0].high_water, guard.status().lanes[0].nbytes) == (0, FIRST)
+    assert (guard.status().lanes[0].high_water, guard.status().lanes[0].nbytes) == (0, 32 * MIB)
 
 
 # --- what is guarded --------------------------------------------------------------------------------------------------
@@ -973,10 +1052,10 @@ def test_a_cache_that_is_no_plain_dictionary_leaves_all_as_it_is(guard, sites, m
 
 
 def test_the_verdict_names_the_version_where_flashinfer_does(guard, flashinfer, release, monkeypatch):
-    assert guard.status().targets[0].reason.startswith(f"FlashInfer {release} ")
+    assert f" sites of FlashInfer {release} " in guard.status().targets[0].reason
     monkeypatch.delattr(flashinfer, "__version__")
     guard.activate()
-    assert guard.status().targets[0].reason.startswith("FlashInfer of unknown version ")
+    assert " sites of FlashInfer of unknown version " in guard.status().targets[0].reason
 
 
 def test_a_module_that_is_only_made_ready_is_not_loaded_by_our_reading(guard, monkeypatch):
@@ -998,11 +1077,11 @@ def test_a_module_that_is_only_made_ready_is_not_loaded_by_our_reading(guard, mo
 
 def test_a_first_generation_that_does_not_fit_is_not_tried_again_at_each_call(fp8):
     """FlashInfer's own buffer serves until a plan overflows it, though there would be memory by then."""
-    tensor = own()
-    with fakes.out_of_memory(0):
+    tensor = own(late=True)
+    with fakes.out_of_memory(*range(2)):
         for _ in range(20):
             assert same(call(fp8, 1000, tensor).workspace, tensor)
-    assert call(fp8, MORE, tensor).numel == FIRST
+    assert [call(fp8, MORE, tensor).numel for _ in range(5)][-1] == FIRST
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))])
@@ -1013,12 +1092,16 @@ def test_a_copy_of_a_workspace_is_no_lane(copied, fp8):
     other = copied(tensor)
     assert getattr(other, workspace.ATTRIBUTE) is None
     assert call(fp8, MORE, other).zeroed
+    before = tensor.data_ptr()
+    if copied is copy.deepcopy:  # it has memory of its own, and its own way to resize
+        assert other.resize_(9 * MIB).numel() == 9 * MIB
+    assert (tensor.data_ptr(), tensor.numel()) == (before, OWN)
 
 
 def test_growing_holds_up_nobody_else(fp8, guard, monkeypatch):
     """While a lane's allocation waits, status() answers and another lane makes its first generation."""
     waiting, go = threading.Event(), threading.Event()
-    zeroed = workspace._zeroed
+    zeroed = allocation.zeroed
 
     def slowly(nbytes, device):
         if not waiting.is_set():
@@ -1026,8 +1109,8 @@ def test_growing_holds_up_nobody_else(fp8, guard, monkeypatch):
             assert go.wait(20)
         return zeroed(nbytes, device)
 
-    monkeypatch.setattr(workspace, "_zeroed", slowly)
-    slow, other = own(), own("mm_bf16_workspace")
+    slow, other = own(late=True), own("mm_bf16_workspace", late=True)
+    monkeypatch.setattr(allocation, "zeroed", slowly)
     with ThreadPoolExecutor(3) as pool:
         growing = pool.submit(call, fp8, MORE, slow)
         assert waiting.wait(20)

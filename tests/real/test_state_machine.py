@@ -17,7 +17,7 @@ from unittest import mock
 import flashinfer_wsfix
 import pytest
 import torch
-from flashinfer_wsfix import workspace
+from flashinfer_wsfix import allocation, lanes, workspace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -138,12 +138,12 @@ class Server(RuleBasedStateMachine):
         """Fill in the address of a generation that the model foresaw."""
         made = self.generations[key]
         if made and made[-1][0] is None:
-            made[-1] = (workspace._lanes[key].generations[-1].data_ptr(), made[-1][1])
+            made[-1] = (lanes._lanes[key].generations[-1].data_ptr(), made[-1][1])
 
     def look_again(self, key, generations, counters):
         """Take back what did not happen: how often a plan is asked for its size is not promised, so its error may come
         before the lane has grown or after."""
-        if len(workspace._lanes[key].generations) == len(generations):
+        if len(lanes._lanes[key].generations) == len(generations):
             self.generations[key] = generations
             self.counters["growths"] = counters["growths"]
         if flashinfer_wsfix.status().capture_overflows == counters["capture_overflows"]:
@@ -238,7 +238,7 @@ class Server(RuleBasedStateMachine):
         before = self.generations.get(key, [])
         for future in [pool.submit(enter, number) for number in range(len(graphs))]:
             future.result(20)
-        made = [(buffer.data_ptr(), buffer.numel()) for buffer in workspace._lanes[key].generations]
+        made = [(buffer.data_ptr(), buffer.numel()) for buffer in lanes._lanes[key].generations]
         assert made[: len(before)] == before
         self.counters["growths"] += max(len(made), 1) - max(len(before), 1)
         self.generations[key] = made
@@ -348,13 +348,13 @@ class Server(RuleBasedStateMachine):
             assert lane.retired_nbytes < max(lane.nbytes, 1), "more retired than current"
         assert {name: getattr(status, name) for name in self.counters} == self.counters
         assert {key: [(buffer.data_ptr(), buffer.numel()) for buffer in lane.generations]
-                for key, lane in workspace._lanes.items()} == self.generations  # fmt: skip
+                for key, lane in lanes._lanes.items()} == self.generations  # fmt: skip
 
     @invariant()
     def what_a_site_gets_next_is_the_newest_generation(self):
-        for key, lane in workspace._lanes.items():
+        for key, lane in lanes._lanes.items():
             if lane.generations or key not in self.settled:
-                assert lane.current is (lane.generations[-1] if lane.generations else workspace.PROBE)
+                assert lane.current is (lane.generations[-1] if lane.generations else None)
             else:
                 assert (lane.current.data_ptr(), lane.current.numel()) == self.settled[key]
 
@@ -395,7 +395,7 @@ def test_a_lane_settles_on_no_buffer_once_another_thread_has_made_a_generation(q
         pytest.skip("this release has no site")
     name, device = KEYS[0]
     tensor = sys.modules["flashinfer.utils"]._get_cache_buf(name, OWN, device, zero_init=True)
-    lane, arm = workspace.lane_of(tensor), workspace.arm
+    lane, arm = workspace.lane_of(tensor), allocation.arm
 
     def overtaken(buffer):
         with mock.patch.object(workspace, "arm", arm):

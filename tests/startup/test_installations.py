@@ -1,11 +1,14 @@
-"""The built package: a wheel, a wheel from the sdist, and both kinds of editable install."""
+"""The built package: a wheel, a wheel from the sdist, both kinds of editable install, and what it leaves as it was."""
 
+import configparser
+import os
 import shutil
+import subprocess
 import sys
 import zipfile
 
 import pytest
-from environments import PROBE, ROOT, Environment, output, run
+from environments import PROBE, ROOT, TESTS, Environment, output, run
 
 KINDS = ("wheel", "sdist", "editable", "editable-strict")
 LOAD_PLUGIN = """
@@ -97,3 +100,83 @@ def test_enable_then_uninstall_then_disable_leaves_nothing(install, tmp_path):
     assert (disable.returncode, disable.stderr) == (0, "")
     assert environment.files() == empty
     assert not [path for path in environment.folder.rglob("*") if "wsfix" in path.name]
+
+
+# What holds wrapt down in the field: releases of OpenTelemetry that want it below 2, ddtrace, and constraint files.
+NEIGHBOURS = ("opentelemetry-instrumentation==0.60b1", "ddtrace", "wrapt==1.16.0")
+
+
+def pip(environment: Environment, *arguments: object) -> str:
+    """What pip prints when it works on an environment that has none itself."""
+    command = [sys.executable, "-m", "pip", "--python", environment.python, "--disable-pip-version-check", *arguments]
+    ran = run(command)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout.strip()
+
+
+def bare(folder) -> Environment:
+    """An environment without the tests' own wrapt, which pip would write through the link."""
+    environment = Environment(folder)
+    (environment.site / "wrapt").unlink()
+    return environment
+
+
+def test_an_install_changes_nothing_else(built, tmp_path):
+    """Beside OpenTelemetry and ddtrace each version stays as it was, `pip check` is clean, and uninstalling undoes it."""
+    environment = bare(tmp_path)
+    pip(environment, "install", "-q", "--no-compile", *NEIGHBOURS)
+    before = pip(environment, "freeze").splitlines()
+    assert "wrapt==1.16.0" in before
+
+    pip(environment, "install", "-q", built["wheel"])
+    after = pip(environment, "freeze").splitlines()
+    assert [line for line in after if not line.startswith("flashinfer-wsfix")] == before
+    assert pip(environment, "check") == "No broken requirements found."
+
+    pip(environment, "uninstall", "-y", "-q", "flashinfer-wsfix")
+    assert pip(environment, "freeze").splitlines() == before
+
+
+def test_an_install_keeps_to_a_constraint(built, tmp_path):
+    """A constraint that holds wrapt below 1.17 is met, and with nothing in the way the newest wrapt comes."""
+    environment = bare(tmp_path / "environment")
+    (tmp_path / "constraints.txt").write_text("wrapt<1.17\n")
+    pip(environment, "install", "-q", "-c", tmp_path / "constraints.txt", built["wheel"])
+    assert "wrapt==1.16.0" in pip(environment, "freeze").splitlines()
+    assert pip(environment, "check") == "No broken requirements found."
+
+
+def test_a_folder_of_its_own_without_a_network(built, tmp_path):
+    """Wheels that were copied over, installed into a folder: on PYTHONPATH plugins find it, and its sitecustomize too."""
+    wheels, folder = tmp_path / "wheels", tmp_path / "folder"
+    download = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "-w", wheels, built["wheel"]]
+    assert run(download).returncode == 0
+    environment = bare(tmp_path / "environment")
+    pip(environment, "install", "-q", "--no-index", "--find-links", wheels, "--target", folder, "flashinfer-wsfix")
+    assert environment.files() == bare(tmp_path / "other").files()
+
+    assert environment.routes(PYTHONPATH=str(folder)) == "None"
+    plugin = [environment.python, "-c", LOAD_PLUGIN + PROBE]
+    assert output(plugin, PYTHONPATH=str(folder)) == "['vLLM plugin']"
+    path = output([environment.python, "-m", "flashinfer_wsfix", "path"], PYTHONPATH=str(folder))
+    assert path == str(folder / "flashinfer_wsfix/bootstrap")
+    assert environment.routes(PYTHONPATH=f"{path}:{folder}") == "['sitecustomize']"
+
+
+def test_the_guard_at_the_oldest_wrapt(tmp_path):
+    """Guard and gate pass their tests on the oldest wrapt that setup.cfg allows; the rest of the run has the newest."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, oldest = setup["options"]["install_requires"].strip().partition(">=")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    assert run([*command, "--target", tmp_path, f"{name}=={oldest}"]).returncode == 0
+
+    first = "import wrapt, sys; assert wrapt.__version__ == sys.argv.pop(1), wrapt; import pytest; sys.exit(pytest.main())"
+    tests = ["--flashinfer", "0.6.18.post1", "real/test_guard.py", "real/test_gate.py", "-k", "fp8_graph or gate"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, "-c", first, oldest, "-q", "-p", "no:cacheprovider", *tests],
+        cwd=TESTS, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout.splitlines()[-1]

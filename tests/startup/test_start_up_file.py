@@ -96,7 +96,7 @@ def test_no_error_of_ours_leaves_half_of_it(environment):
     """Nothing can be written: one sentence, and the folder as it was."""
     before = environment.files()
     code = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, r.RLIM_INFINITY))\n"
-    code += "from flashinfer_wsfix import startup; ended = startup.enable()\n"
+    code += "from flashinfer_wsfix.cli import startup_file; ended = startup_file.enable()\n"
     code += "r.setrlimit(r.RLIMIT_FSIZE, (r.RLIM_INFINITY,) * 2); raise SystemExit(ended)"
     ran = run([environment.python, "-B", "-c", code])
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
@@ -195,8 +195,8 @@ def test_a_venv_does_not_touch_the_users_site_packages(enabled, tmp_path):
 WRITE = """
 import sys, sysconfig
 sys.version_info = (3, 15, 0, "final", 0)
-from flashinfer_wsfix import startup
-raise SystemExit(startup.enable())
+from flashinfer_wsfix.cli import startup_file
+raise SystemExit(startup_file.enable())
 """
 NEW = {FILE, "flashinfer_wsfix.start", "_flashinfer_wsfix_start.py"}
 

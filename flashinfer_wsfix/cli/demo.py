@@ -36,10 +36,10 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
-from . import report
-from .detection import judge_installed
-from .hook import GEMM_BASE, UTILS
-from .settings import MIB, PREFIX
+from .. import report
+from ..names import GEMM_BASE, UTILS
+from ..settings import MIB, PREFIX
+from .installed import judge_installed
 
 SITE = "execute_cudnn_gemm_fp8_graph"
 LANE = "bmm_fp8_workspace"
@@ -241,7 +241,7 @@ def take_steps() -> None:
     flashinfer, gemm_base = import_module("flashinfer"), import_module(GEMM_BASE)
     gemm_base._get_cudnn_handle = lambda device, stream: None  # type: ignore[attr-defined]
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # tvm-ffi's handler and Python's print a backtrace
-    verdict = report.verdicts["flashinfer"]
+    verdict = report.verdict_of("flashinfer")
     tell(flashinfer=flashinfer.__version__, device=str(device), state=verdict.state, reason=verdict.reason)
 
     workspace = import_module(UTILS)._get_cache_buf(LANE, gemm_base.DEFAULT_WORKSPACE_SIZE, device)

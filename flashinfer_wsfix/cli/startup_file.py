@@ -1,0 +1,174 @@
+"""The start-up file: what it says, and the commands that write and remove it."""
+
+import os
+import sys
+
+from . import complain
+
+START_UP_FILE = "flashinfer_wsfix.pth"
+
+_MARK = '# Written by "flashinfer-wsfix enable".'
+_COMMENT = f'{_MARK} "flashinfer-wsfix disable" removes it; deleting it by hand is as good.\n'
+
+# A line of a .pth file cannot hold a try statement, so it is in a string. SystemExit would end every interpreter of the
+# environment, and after `pip uninstall` an ImportError would print a traceback in each.
+_PTH = (
+    _COMMENT
+    + r"""import sys; exec("try:\n from flashinfer_wsfix.activation import activate; activate('start-up file')"""
+    + r"""\nexcept BaseException: pass")"""
+    + "\n"
+)
+
+# Python 3.15 (PEP 829) takes an entry point instead, and prints a traceback where it cannot be imported. So it names a
+# module that stays behind when the package is uninstalled.
+_START = _COMMENT + "_flashinfer_wsfix_start:start\n"
+_START_MODULE = (
+    _COMMENT
+    + """\
+def start():
+    try:
+        from flashinfer_wsfix.activation import activate
+
+        activate("start-up file")
+    except BaseException:
+        pass
+"""
+)
+_START_MODULE_FILE = "_flashinfer_wsfix_start.py"
+
+# Run in a fresh interpreter: ends well where the start-up file has activated it and it can guard, else says why not.
+_CHECK = """
+import sys
+state = sys.modules.get("flashinfer_wsfix.state")
+try:
+    import flashinfer_wsfix, wrapt
+except ImportError as error:
+    sys.exit("%s is not installed there: pip install it first" % (error.name or error))
+except BaseException as error:
+    sys.exit("%s: %s" % (type(error).__name__, error))
+if state is None or "start-up file" not in state.routes:
+    sys.exit("it does not read start-up files there")
+"""
+
+
+def enable() -> int:
+    """Write the start-up file of this environment, and keep it only if a fresh interpreter comes up activated."""
+    folder = _target()
+    files = {os.path.join(folder, name): text for name, text in _files(sys.version_info[:2]).items()}
+    path = os.path.join(folder, START_UP_FILE)
+    for taken in filter(os.path.lexists, files):
+        if not _is_ours(taken):
+            return complain(f"{taken} is there already and not of our making: nothing was done", 1)
+    written = []
+    try:
+        for name, text in files.items():
+            _write(name, text)
+            written.append(name)
+    except OSError as error:
+        for name in written:
+            _remove(name)
+        return complain(f"cannot write {path}: {error.strerror}; nothing was changed", 1)
+    reason = _check()
+    if reason:
+        for name in written:
+            _remove(name)
+        return complain(f"{path} was removed again: a fresh {sys.executable} is not activated by it ({reason})", 1)
+    print(f"{path} is written, and a fresh {sys.executable} comes up activated by it.")
+    return 0
+
+
+def disable() -> int:
+    """Remove what ``enable`` wrote in this environment, and nothing else."""
+    import site
+
+    folders = [_purelib()]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    removed = []
+    for folder in folders:
+        for name in _files((3, 15)):
+            path = os.path.join(folder, name)
+            try:
+                if _remove(path):
+                    removed.append(path)
+                elif os.path.lexists(path):
+                    complain(f"{path} is not of our making and stays", 0)
+            except OSError as error:
+                return complain(f"cannot remove {path}: {error.strerror}", 1)
+    print(f"Removed {', '.join(removed)}." if removed else f"There is no start-up file in {' or '.join(folders)}.")
+    return 0
+
+
+def _files(version: "tuple[int, ...]") -> "dict[str, str]":
+    """Return the name and text of each start-up file for this version of Python, in the order to write them."""
+    files = {START_UP_FILE: _PTH}
+    if version >= (3, 15):  # read there before the .pth file, whose `import` line it switches off
+        files = {_START_MODULE_FILE: _START_MODULE, "flashinfer_wsfix.start": _START, **files}
+    return files
+
+
+def _purelib() -> str:
+    import sysconfig
+
+    return sysconfig.get_path("purelib")
+
+
+def _target() -> str:
+    """Return the user's site-packages where this package was installed there, else that of this environment."""
+    import site
+    from importlib.metadata import distributions
+
+    for distribution in distributions(name="flashinfer-wsfix"):
+        # The folder of the metadata, not of the code: an editable install has its code elsewhere.
+        folder = os.path.realpath(str(distribution.locate_file("")))
+        if site.ENABLE_USER_SITE and folder == os.path.realpath(site.getusersitepackages()):
+            return site.getusersitepackages()
+        if folder == os.path.realpath(_purelib()):
+            break
+    return _purelib()
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readline().startswith(_MARK)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _write(path: str, text: str) -> None:
+    """Write in one step: an interpreter that starts meanwhile reads all of it or nothing. Raises OSError."""
+    scratch = f"{path}.{os.getpid()}"  # its ending is none that Python looks for
+    try:
+        with open(scratch, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(scratch, path)
+    except BaseException:
+        if os.path.exists(scratch):
+            os.unlink(scratch)
+        raise
+
+
+def _remove(path: str) -> bool:
+    """Remove a file that ``enable`` wrote, and say whether it was one. Raises OSError."""
+    if not _is_ours(path):
+        return False
+    os.unlink(path)
+    folder, name = os.path.split(path)
+    cache, (stem, ending) = os.path.join(folder, "__pycache__"), os.path.splitext(name)
+    if ending == ".py" and os.path.isdir(cache):
+        for compiled in os.listdir(cache):
+            if compiled.startswith(f"{stem}."):
+                os.unlink(os.path.join(cache, compiled))
+    return True
+
+
+def _check() -> str:
+    """Return why a fresh interpreter is not activated by the start-up file, or "" where it is."""
+    import subprocess
+
+    # -E: what PYTHONPATH adds here need not be there where the server starts.
+    child = [sys.executable, "-E", "-c", _CHECK]
+    done = subprocess.run(child, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return lines[-1] if done.returncode else ""

@@ -1,0 +1,37 @@
+"""The code of FlashInfer's modules as it is installed: read, never run."""
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from importlib.machinery import PathFinder
+from pkgutil import iter_modules
+from types import CodeType
+
+from .detection import Function, code_functions
+from .names import GEMM, SITE_MODULES
+
+
+def gemm_functions(path: Iterable[str], besides: Collection[str] = ()) -> Iterator[Function]:
+    """Read the functions of ``flashinfer.gemm``, a package with this ``path``, from its modules' code.
+
+    Of the modules that hold sites, and of any other that says ``resize_``; not of those named in ``besides``. Raises
+    what their loaders raise: OSError, SyntaxError, UnicodeDecodeError.
+    """
+    path = list(path)
+    for found in iter_modules(path, f"{GEMM}."):
+        if found.name in besides or found.ispkg:
+            continue
+        # Not importlib.util.find_spec, which would ask everybody's finders and import the package.
+        spec = PathFinder.find_spec(found.name, path)
+        loader = spec.loader if spec else None
+        if not hasattr(loader, "get_code") or spec is None or not spec.origin:
+            continue
+        if found.name in SITE_MODULES or b"resize_" in loader.get_data(spec.origin):  # type: ignore[union-attr]
+            code = loader.get_code(found.name)  # type: ignore[union-attr]
+            if isinstance(code, CodeType):
+                yield from code_functions(found.name, code)
+
+
+def late_functions(package: str = GEMM) -> list[Function]:
+    """Read what is installed of ``flashinfer.gemm`` and not imported in this process yet."""
+    path = getattr(sys.modules.get(package), "__path__", ())
+    return list(gemm_functions(path, sys.modules.keys()))

@@ -7,14 +7,43 @@ as Python 2.7, which must come up as if this folder were not there. Hence the ol
 import os
 import sys
 
+OTEL_LAUNCHER = "opentelemetry-instrument"
+
 
 def _activate():
+    if sys.version_info < (3, 10):  # it could not read the package
+        return
     try:
         from flashinfer_wsfix.activation import activate
 
         activate("sitecustomize")
     except BaseException:
-        pass
+        if _is_installed():
+            _complain("NOT guarded here, because of an error of ours: %r" % sys.exc_info()[1])  # noqa: UP031
+
+
+def _is_installed():
+    from importlib.util import find_spec
+
+    return getattr(find_spec("flashinfer_wsfix"), "origin", None) is not None
+
+
+def _complain(sentence):
+    if sys.stderr:
+        sys.stderr.write("flashinfer-wsfix: %s.\n" % sentence)  # noqa: UP031
+
+
+def _look_for_opentelemetry():
+    """Its launcher puts a sitecustomize before ours that does not run it. This is that launcher, if it is one."""
+    words = [word for word in getattr(sys, "orig_argv", ())[1:] if not word.startswith("-")]
+    if os.path.basename("".join(words[:1])) != OTEL_LAUNCHER:
+        return
+    state = sys.modules.get("flashinfer_wsfix.state")
+    if state is not None and "start-up file" not in state.routes:
+        _complain(
+            OTEL_LAUNCHER + " puts a sitecustomize before ours and does not run it, so the application will NOT be"
+            " guarded by this launcher or PYTHONPATH; put it first: " + OTEL_LAUNCHER + " flashinfer-wsfix run CMD"
+        )
 
 
 def _run_shadowed(folder):
@@ -41,6 +70,7 @@ def _stay_first(folder):
 
 
 _activate()
+_look_for_opentelemetry()
 _folder = os.path.dirname(os.path.abspath(__file__))
 if _folder in sys.path and "sitecustomize" in sys.modules:
     _was_first = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] == _folder

@@ -36,10 +36,10 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
-from .. import report
+from .. import activate, report
 from ..names import GEMM_BASE, UTILS
 from ..settings import MIB, PREFIX
-from .installed import judge_installed
+from .installed import read_flashinfer
 
 SITE = "execute_cudnn_gemm_fp8_graph"
 LANE = "bmm_fp8_workspace"
@@ -62,7 +62,7 @@ def run(as_json: bool) -> int:
     such as no FlashInfer, no torch, a child that did not start, or a guarded child that is not guarded.
     """
     result: dict[str, Any] = {"flashinfer": None, "device": None, "shown": False, "sentence": "", "children": {}}
-    verdict = judge_installed()
+    verdict, _ = read_flashinfer()
     code = 1
     if verdict is None:
         result["sentence"] = f"FlashInfer is not installed for {sys.executable}, so nothing can be shown. {TO_SEE}"
@@ -231,6 +231,7 @@ def take_steps() -> None:
     def tell(**record: object) -> None:
         print(json.dumps(record), file=told)
 
+    activate("demo")
     import torch
 
     on_gpu = torch.cuda.is_available()

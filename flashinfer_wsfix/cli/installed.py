@@ -5,8 +5,9 @@ from importlib import metadata
 from importlib.util import decode_source, find_spec
 from pathlib import Path
 
-from ..detection import Verdict, judge
+from ..detection import Function, Verdict, judge, source_functions
 from ..installed import gemm_functions
+from ..names import GEMM
 
 
 def source_of(module: str) -> str | None:
@@ -24,16 +25,24 @@ def source_of(module: str) -> str | None:
     return None
 
 
-def judge_installed() -> Verdict | None:
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed and says so."""
+    for distribution in distributions:
+        with suppress(Exception):
+            return metadata.version(distribution) or None  # type: ignore[redundant-expr,unused-ignore]
+    return None
+
+
+def read_flashinfer() -> tuple[Verdict | None, list[Function]]:
     """Judge the FlashInfer that this interpreter would import, without importing it; None where it would find none.
 
-    Raises OSError, UnicodeDecodeError and SyntaxError where its source cannot be read.
+    With it the functions that it was judged by. Raises OSError, UnicodeDecodeError and SyntaxError where its code
+    cannot be read.
     """
     spec = find_spec("flashinfer")
     if spec is None or not spec.origin:  # a mere folder has no origin
-        return None
-    path = [str(Path(folder, "gemm")) for folder in spec.submodule_search_locations or ()]
-    version = None
-    with suppress(Exception):  # without metadata, or with broken ones, it is judged all the same
-        version = metadata.version("flashinfer-python")
-    return judge(list(gemm_functions(path)), version or "of unknown version")
+        return None, []
+    folders = [Path(folder, *GEMM.split(".")[1:]) for folder in spec.submodule_search_locations or ()]
+    functions = list(gemm_functions([str(folder) for folder in folders if folder.is_dir()]))
+    functions = functions or list(source_functions(GEMM, source_of(GEMM) or ""))  # once it was a module
+    return judge(functions, version_of("flashinfer-python") or "of unknown version"), functions

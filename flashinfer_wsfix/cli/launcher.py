@@ -6,26 +6,18 @@ import signal
 
 from . import complain
 
-OTEL_LAUNCHER = "opentelemetry-instrument"
-
 
 def bootstrap_folder() -> str:
     """Return the folder that holds nothing but our ``sitecustomize``, for the front of ``PYTHONPATH``."""
     return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bootstrap")
 
 
-def launch(argv: "list[str]") -> int:
+def launch(argv: list[str]) -> int:
     """Become the command ``argv``, with our ``sitecustomize`` first on ``PYTHONPATH``. Returns only if that fails."""
     if argv[:1] == ["--"]:
         argv = argv[1:]
     if not argv:
         return complain("run needs a command, as in: flashinfer-wsfix run vllm serve MODEL", 2)
-    if OTEL_LAUNCHER in map(os.path.basename, argv):
-        complain(
-            f"{OTEL_LAUNCHER} puts a sitecustomize before ours and does not run it, so the application will NOT be"
-            f" guarded by this launcher; put it first: {OTEL_LAUNCHER} flashinfer-wsfix run CMD",
-            0,
-        )
     folder = bootstrap_folder()
     before = os.environ.get("PYTHONPATH", "")
     others = [entry for entry in before.split(os.pathsep) if entry != folder] if before else []

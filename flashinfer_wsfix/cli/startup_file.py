@@ -1,7 +1,12 @@
 """The start-up file: what it says, and the commands that write and remove it."""
 
 import os
+import site
+import subprocess
 import sys
+import sysconfig
+import textwrap
+from importlib.metadata import distributions
 
 from . import complain
 
@@ -10,30 +15,26 @@ START_UP_FILE = "flashinfer_wsfix.pth"
 _MARK = '# Written by "flashinfer-wsfix enable".'
 _COMMENT = f'{_MARK} "flashinfer-wsfix disable" removes it; deleting it by hand is as good.\n'
 
-# A line of a .pth file cannot hold a try statement, so it is in a string. SystemExit would end every interpreter of the
-# environment, and after `pip uninstall` an ImportError would print a traceback in each.
-_PTH = (
-    _COMMENT
-    + r"""import sys; exec("try:\n from flashinfer_wsfix.activation import activate; activate('start-up file')"""
-    + r"""\nexcept BaseException: pass")"""
-    + "\n"
-)
+# SystemExit would end every interpreter of the environment, and an ImportError would print a traceback in each. So
+# nothing gets out: silence where the package is gone, one line where it is there and fails, also under STRICT. Once,
+# since a venv runs a line of a .pth file twice.
+_ACTIVATE = """\
+try:
+ from flashinfer_wsfix.activation import activate; activate('start-up file')
+except BaseException as error:
+ from importlib.util import find_spec
+ if getattr(find_spec('flashinfer_wsfix'), 'origin', None) and not hasattr(sys, 'flashinfer_wsfix_error'):
+  sys.flashinfer_wsfix_error = repr(error)
+  if sys.stderr: sys.stderr.write('flashinfer-wsfix: NOT guarded here, its start-up file failed: %r\\n' % error)
+"""
+
+# A line of a .pth file cannot hold a try statement, so it is in a string.
+_PTH = _COMMENT + f"import sys; exec({_ACTIVATE!r})\n"
 
 # Python 3.15 (PEP 829) takes an entry point instead, and prints a traceback where it cannot be imported. So it names a
 # module that stays behind when the package is uninstalled.
 _START = _COMMENT + "_flashinfer_wsfix_start:start\n"
-_START_MODULE = (
-    _COMMENT
-    + """\
-def start():
-    try:
-        from flashinfer_wsfix.activation import activate
-
-        activate("start-up file")
-    except BaseException:
-        pass
-"""
-)
+_START_MODULE = _COMMENT + "import sys\n\n\ndef start():\n" + textwrap.indent(_ACTIVATE, " ")
 _START_MODULE_FILE = "_flashinfer_wsfix_start.py"
 
 # Run in a fresh interpreter: ends well where the start-up file has activated it and it can guard, else says why not.
@@ -46,8 +47,8 @@ except ImportError as error:
     sys.exit("%s is not installed there: pip install it first" % (error.name or error))
 except BaseException as error:
     sys.exit("%s: %s" % (type(error).__name__, error))
-if state is None or "start-up file" not in state.routes:
-    sys.exit("it does not read start-up files there")
+if "start-up file" not in getattr(state, "routes", ()):
+    sys.exit(getattr(sys, "flashinfer_wsfix_error", "it does not read start-up files there"))
 """
 
 
@@ -67,20 +68,23 @@ def enable() -> int:
     except OSError as error:
         for name in written:
             _remove(name)
-        return complain(f"cannot write {path}: {error.strerror}; nothing was changed", 1)
+        return complain(
+            f"cannot write {path}: {error.strerror}; nothing was changed. Without it: `flashinfer-wsfix run CMD` guards"
+            " what it starts, and `flashinfer-wsfix path` prints a folder for PYTHONPATH that does the same",
+            1,
+        )
     reason = _check()
     if reason:
         for name in written:
             _remove(name)
         return complain(f"{path} was removed again: a fresh {sys.executable} is not activated by it ({reason})", 1)
     print(f"{path} is written, and a fresh {sys.executable} comes up activated by it.")
+    print("Restart the server. Undo: flashinfer-wsfix disable")
     return 0
 
 
 def disable() -> int:
     """Remove what ``enable`` wrote in this environment, and nothing else."""
-    import site
-
     folders = [_purelib()]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
@@ -99,7 +103,7 @@ def disable() -> int:
     return 0
 
 
-def _files(version: "tuple[int, ...]") -> "dict[str, str]":
+def _files(version: tuple[int, ...]) -> dict[str, str]:
     """Return the name and text of each start-up file for this version of Python, in the order to write them."""
     files = {START_UP_FILE: _PTH}
     if version >= (3, 15):  # read there before the .pth file, whose `import` line it switches off
@@ -108,16 +112,11 @@ def _files(version: "tuple[int, ...]") -> "dict[str, str]":
 
 
 def _purelib() -> str:
-    import sysconfig
-
     return sysconfig.get_path("purelib")
 
 
 def _target() -> str:
     """Return the user's site-packages where this package was installed there, else that of this environment."""
-    import site
-    from importlib.metadata import distributions
-
     for distribution in distributions(name="flashinfer-wsfix"):
         # The folder of the metadata, not of the code: an editable install has its code elsewhere.
         folder = os.path.realpath(str(distribution.locate_file("")))
@@ -165,8 +164,6 @@ def _remove(path: str) -> bool:
 
 def _check() -> str:
     """Return why a fresh interpreter is not activated by the start-up file, or "" where it is."""
-    import subprocess
-
     # -E: what PYTHONPATH adds here need not be there where the server starts.
     child = [sys.executable, "-E", "-c", _CHECK]
     done = subprocess.run(child, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, errors="replace")

@@ -21,9 +21,9 @@ BOOTSTRAP = "flashinfer_wsfix/bootstrap"
 # By which routes the interpreter that runs this was activated, and whether the hook is in; None where it was not.
 PROBE = """
 import sys
-hook = sys.modules.get("flashinfer_wsfix.hook")
-print(hook and hook.routes)
-assert hook is None or sys.meta_path.count(hook._FINDER) == 1
+state = sys.modules.get("flashinfer_wsfix.state")
+print(state and state.routes or None)
+assert not state or sum(type(finder).__module__ == "flashinfer_wsfix.importer" for finder in sys.meta_path) == 1
 """
 
 

@@ -153,12 +153,13 @@ def test_an_interpreter_without_the_package_only_runs_the_shadowed_one(environme
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "theirs\nNone\n", "")
 
 
-@pytest.mark.parametrize("raised", ["SystemExit(3)", "RuntimeError", "KeyboardInterrupt"])
-def test_a_broken_package_is_as_good_as_none(environment, tmp_path, shadowed, raised):
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "RuntimeError()", "KeyboardInterrupt()"])
+def test_a_broken_package_does_no_more_than_say_so(environment, tmp_path, shadowed, raised):
     other = Environment(tmp_path / "other")
     (other.site / "flashinfer_wsfix.py").write_text(f"raise {raised}")
     ran = launched(environment, other.python, "-c", PROBE, PYTHONPATH=shadowed("print('theirs')"))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "theirs\nNone\n", "")
+    assert (ran.returncode, ran.stdout) == (0, "theirs\nNone\n")
+    assert ran.stderr == f"flashinfer-wsfix: NOT guarded here, because of an error of ours: {raised}.\n"
 
 
 def old_interpreters() -> list[str]:
@@ -233,6 +234,18 @@ def test_ours_first_then_opentelemetry_cannot_work_and_says_so(otel):
     assert (ran.returncode, ran.stdout.splitlines()) == (0, ["None", "True"] * 2)
     assert ran.stderr.count("NOT be guarded") == 1
     assert "opentelemetry-instrument flashinfer-wsfix run CMD" in ran.stderr
+
+
+def test_a_script_that_starts_opentelemetry_is_warned_of_just_the_same(otel):
+    """The launcher sees a shell; its child says it. So does one of `PYTHONPATH` alone; with the start-up file none."""
+    script = f"{otel.folder}/bin/opentelemetry-instrument {otel.python} -c 'print(1)'"
+    ran = launched(otel, "sh", "-c", script, **QUIET)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("NOT be guarded")) == (0, "1\n", 1)
+    path = {"PYTHONPATH": str(otel.site / BOOTSTRAP)}
+    assert run(["sh", "-c", script], **path, **QUIET).stderr.count("NOT be guarded") == 1
+    otel.cli("enable")
+    assert run(["sh", "-c", script], **path, **QUIET).stderr == ""
+    otel.cli("disable")
 
 
 def test_with_the_start_up_file_opentelemetry_does_not_matter(otel):

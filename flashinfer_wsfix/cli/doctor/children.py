@@ -3,18 +3,20 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
-
-from ...hook import GEMM_BF16_FP4
 
 NAME = "flashinfer_wsfix"  # of the package and of its entry points
 
 _MARK = "flashinfer-wsfix:"  # before the answer: a sitecustomize may print as well
 
-# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there?
+# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there? ("hook" held the
+# routes in version 0.1.0, which the environment that is judged may have.)
 _ACTIVE = (
-    "(any(type(finder).__module__ == 'flashinfer_wsfix.hook' for finder in __import__('sys').meta_path),"
-    " list(getattr(__import__('sys').modules.get('flashinfer_wsfix.hook'), 'routes', ())))"
+    "(any(type(finder).__module__.startswith('flashinfer_wsfix.') for finder in __import__('sys').meta_path),"
+    " list(next((module.routes for module in map(__import__('sys').modules.get,"
+    " ('flashinfer_wsfix.state', 'flashinfer_wsfix.hook')) if hasattr(module, 'routes')), ())))"
 )
 
 # What a server sees that is started here: sys.path without the working directory, which `-c` puts first. ``installed``
@@ -31,7 +33,14 @@ sys.path[:] = [entry for entry in path if os.path.abspath(entry) not in added]
 installed = util.find_spec("{NAME}") is not None
 folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
 found = dict(active=active, routes=routes, path=path, declared=declared, folders=folders)
-print("{_MARK}" + json.dumps(dict(found, importable=importable, installed=installed)))
+found.update(importable=importable, installed=installed, error=getattr(sys, "{NAME}_error", None))
+print("{_MARK}" + json.dumps(found))
+"""
+
+PLAIN = f"""
+import json
+active, routes = {_ACTIVE}
+print("{_MARK}" + json.dumps(dict(active=active, routes=routes)))
 """
 
 SPAWNED = f"""
@@ -41,48 +50,80 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
 print("{_MARK}" + json.dumps(dict(active=active, routes=routes)))
 """
 
-# The real thing. Where nothing activates us at start-up, by our plugin, as a worker of the server would. FlashInfer
-# itself imports the module of its last two sites late.
+# The real thing, with what a server imports and no more: what a module that FlashInfer imports late would change must
+# not count. Where nothing activates us at start-up, by our plugin, as a worker of the server would.
 IMPORT = f"""
-import contextlib, importlib, json, sys
+import json, sys
 if not {_ACTIVE}[0]:
     from importlib.metadata import entry_points
     for entry in entry_points(group=sys.argv[1], name="{NAME}"):
         entry.load()()
 import flashinfer.gemm
-with contextlib.suppress(ModuleNotFoundError):
-    importlib.import_module("{GEMM_BF16_FP4}")
-target = sys.modules["{NAME}.report"].status().targets[0]
+from {NAME}.report import status
+target = status().targets[0]
 print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """
 
-# For containers whose cuDNN did not come from a wheel.
+# As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first. And
+# for containers without the frontend, whose cuDNN did not come from a wheel.
 CUDNN = f"""
-import ctypes
-print("{_MARK}%d" % ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+import contextlib, ctypes, json
+with contextlib.suppress(Exception):
+    import torch
+try:
+    import cudnn
+    asked, number = True, cudnn.backend_version()
+except Exception:
+    asked, number = False, ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
+print("{_MARK}" + json.dumps(dict(asked=asked, number=number)))
 """
 
 
 class NoAnswer(Exception):
-    """A child did not do what it was asked; the message says why, in one line."""
+    """A child did not do what it was asked; the message says why in one line. ``missing``: there is no such program."""
+
+    def __init__(self, why: str, missing: bool = False) -> None:
+        super().__init__(why)
+        self.missing = missing
 
 
-def run(command: list[str], seconds: float = 30) -> str:
-    """Run a command and return its output. Raises NoAnswer where it does not end well in time."""
+def run(command: list[str], seconds: float = 30, environment: Mapping[str, str] | None = None) -> str:
+    """Run a command and return its output. Raises NoAnswer where it does not end well in time.
+
+    One that hangs is killed and not waited for: a driver that is stuck may never let it go.
+    """
     try:
-        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"no answer within {seconds:.0f} s") from None
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            errors="replace",
+        )
     except OSError as error:
-        raise NoAnswer(str(error)) from None
-    if ran.returncode:
-        raise NoAnswer([f"exit status {ran.returncode}", *ran.stderr.strip().splitlines()][-1])
-    return ran.stdout
+        raise NoAnswer(str(error), isinstance(error, FileNotFoundError)) from None
+    try:
+        output, complaint = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(1)
+        for stream in filter(None, (child.stdout, child.stderr)):
+            stream.close()
+        raise NoAnswer(f"no answer within {seconds:.0f} s") from None
+    if child.returncode:
+        raise NoAnswer([f"exit status {child.returncode}", *complaint.strip().splitlines()][-1])
+    return output
 
 
-def python(code: str, *arguments: str, seconds: float = 30) -> Any:
-    """Run code in a fresh interpreter and return what it printed after the mark. Raises NoAnswer."""
-    for line in run([sys.executable, "-c", code, *arguments], seconds).splitlines():
+def python(code: str, *arguments: str, seconds: float = 30, environment: Mapping[str, str] | None = None) -> Any:
+    """Run code in a fresh interpreter and return what it printed after the mark. Raises NoAnswer.
+
+    With this interpreter's own flags, as multiprocessing starts its children: -I, -E and -S decide what comes up.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    for line in run([sys.executable, *flags, "-c", code, *arguments], seconds, environment).splitlines():
         if line.startswith(_MARK):
             return json.loads(line[len(_MARK) :])
     raise NoAnswer("it printed nothing")

@@ -1,17 +1,20 @@
 """Which of the four defects apply here, and whether new processes are guarded against them."""
 
-import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ... import detection
-from ...detection import Verdict
-from ...hook import CUTLASS_MLA, GEMM_BASE
-from ...sites import GATES, SM100_WORKSPACE
+from ...detection import Function, Verdict
+from ...names import CUTLASS_MLA
+from ...sites import CUDNN_FIXED, GATES, LANES, SM100_WORKSPACE
 from ..installed import source_of
-from .environment import has_gpu
+from .environment import cudnn_versions, has_gpu, parsed
 
-CUDNN_FIXED = (9, 23, 1)  # the first backend without D3
 APPLIES, ABSENT, UNKNOWN = "applies", "does not apply", "unknown"
+FIXED = ".".join(map(str, CUDNN_FIXED))
+GATED = " and ".join(gate.name for gate in GATES)
+# The lanes that the gate cannot take cuDNN out of, by FlashInfer's own functions.
+UNGATED = ", ".join(lane.name.removesuffix("_workspace") for lane in LANES if lane.gate is None)
 
 
 class Judgement(NamedTuple):
@@ -22,7 +25,8 @@ class Judgement(NamedTuple):
     sentence: str
 
 
-def judge_d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judgement]:
+def judge_d1_d2(verdict: Verdict | None, guarded: bool, environment: dict[str, Any]) -> tuple[Judgement, Judgement]:
+    """Judge the workspace that moves, and that it does not start zeroed; ``verdict`` None: there is no FlashInfer."""
     if verdict is None:
         none = Judgement(ABSENT, False, "FlashInfer is not installed here")
         return none, none
@@ -30,28 +34,39 @@ def judge_d1_d2(verdict: Verdict | None, guarded: bool) -> tuple[Judgement, Judg
         zeroed = "every buffer that a site gets starts zeroed"
         return Judgement(APPLIES, True, verdict.reason), Judgement(APPLIES, True, zeroed)
     if verdict.sites or verdict.state == "unsupported":
-        moves = verdict.reason.partition(",")[0] + ", NOT guarded here" if verdict.sites else verdict.reason
-        return Judgement(APPLIES, False, moves), Judgement(APPLIES, False, "as D1: NOT guarded here")
+        flashinfer = f"FlashInfer {environment['flashinfer']}"
+        moves = f"{flashinfer} moves its cuDNN workspace at {len(verdict.sites)} sites, NOT guarded here"
+        sentence = moves if verdict.sites else verdict.reason
+        return Judgement(APPLIES, False, sentence), Judgement(APPLIES, False, "as D1: NOT guarded here")
     left = "its workspaces do not start zeroed; whether that alone does harm is not known, and nothing is done about it"
     return Judgement(ABSENT, False, verdict.reason), Judgement(UNKNOWN, False, left)
 
 
-def judge_d3(environment: dict[str, Any], guarded: bool, gate: tuple[str, ...]) -> Judgement:
-    gemm_base = source_of(GEMM_BASE) or ""
-    if not any(row.function in gemm_base for row in GATES):
+def judge_d3(environment: dict[str, Any], functions: Collection[Function] | None, gates: Collection[str]) -> Judgement:
+    """Judge cuDNN's fault on SM12x. ``functions``: FlashInfer's, None where unknown; ``gates``: those in force."""
+    auto_tuned = {gate.function for gate in GATES}
+    if functions is not None and auto_tuned.isdisjoint(function.name for function in functions):
         return Judgement(ABSENT, False, "no FlashInfer that auto-tunes cuDNN's runners is installed here")
-    cudnn, sm12x, fixed = environment["cudnn"], has_gpu(environment, "12"), ".".join(map(str, CUDNN_FIXED))
+    versions, sm12x = cudnn_versions(environment), has_gpu(environment, "12")
+    cudnn = " or ".join(versions)
     if sm12x is False:
         return Judgement(ABSENT, False, "only SM12x GPUs have it (RTX PRO 6000, RTX 50xx, GB10)")
-    version = tuple(map(int, re.findall(r"\d+", cudnn or "")[:3]))
-    if version >= CUDNN_FIXED:
-        return Judgement(ABSENT, False, f"cuDNN {cudnn} is not older than {fixed}")
-    if sm12x is None or not version:
-        missing = "no GPU" if sm12x is None else "no cuDNN"
-        return Judgement(UNKNOWN, False, f"SM12x GPUs have it with cuDNN before {fixed}, and {missing} was found here")
-    left_in = [row.name for row in GATES if row.name not in gate or not guarded]
-    done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else "the gate keeps it out of the fp8 and bf16"
-    return Judgement(APPLIES, not left_in, f"cuDNN {cudnn} on SM12x: {done} auto-tuning")
+    old = [parsed(version) < CUDNN_FIXED for version in versions]
+    if versions and not any(old):
+        return Judgement(ABSENT, False, f"cuDNN {cudnn} is not older than {FIXED}")
+    having = f"SM12x GPUs have it with cuDNN before {FIXED}"
+    if sm12x is None:
+        unknown = environment["gpus_unknown"]
+        missing = f"which GPU is here is unknown ({unknown})" if unknown else "no GPU was found here"
+        return Judgement(UNKNOWN, False, f"{having}, and {missing}")
+    if not versions:
+        return Judgement(UNKNOWN, False, f"{having}, and no cuDNN was found here")
+    if not all(old):
+        return Judgement(UNKNOWN, False, f"{having}, and which is loaded here, {cudnn}, could not be asked")
+    left_in = [gate.name for gate in GATES if gate.name not in gates]
+    done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else f"the gate keeps it out of the {GATED}"
+    others = f"other lanes keep it ({UNGATED}), and whether D3 reaches those is not known"
+    return Judgement(APPLIES, not left_in, f"cuDNN {cudnn} on SM12x: {done} auto-tuning; {others}")
 
 
 def sm100_workspace() -> str:
@@ -66,6 +81,7 @@ def sm100_workspace() -> str:
 
 
 def judge_d4(environment: dict[str, Any], guarded: bool) -> Judgement:
+    """Judge vLLM's own workspace, which only SM100 GPUs use."""
     if environment["vllm"] is None and source_of(CUTLASS_MLA) is None:
         return Judgement(ABSENT, False, "vLLM is not installed here")
     vllm = f"vLLM {environment['vllm'] or 'of unknown version'}"
@@ -76,6 +92,7 @@ def judge_d4(environment: dict[str, Any], guarded: bool) -> Judgement:
         return Judgement(ABSENT, False, f"{vllm} has it on SM100 GPUs only (B200, GB200)")
     guarded = guarded and moves == "yes"
     how = f"{vllm} moves it with CUTLASS MLA on SM100{'' if moves == 'yes' else ', ' + moves}"
-    found = "no GPU was found here; " if sm100 is None else ""
-    sentence = f"{found}{how}, {'' if guarded else 'NOT '}guarded here"
+    unknown = environment["gpus_unknown"]
+    missing = f"which GPU is here is unknown ({unknown}); " if unknown else "no GPU was found here; "
+    sentence = f"{missing if sm100 is None else ''}{how}, {'' if guarded else 'NOT '}guarded here"
     return Judgement(APPLIES if sm100 else UNKNOWN, bool(sm100) and guarded, sentence)

@@ -1,7 +1,8 @@
-"""The report laid out for people."""
+"""The report laid out for people, in less than 80 columns: what is the matter and what to do come first."""
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +20,14 @@ def _wrapped(first: str, text: str) -> list[str]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Lay the report out for people, in less than 80 columns."""
+    """Lay out what ``--json`` prints."""
     yield from _wrapped("", found["sentence"])
-    yield from ("", "Environment")
-    for key, (name, *_) in ENVIRONMENT.items():
-        yield from _wrapped(f"  {name:<18}", found["environment"][key] or "none found")
-    for gpu in found["environment"]["gpus"] or [None]:
-        text = "{name}, compute capability {capability}, driver {driver}".format(**gpu) if gpu else "none found"
-        yield from _wrapped(f"  {'GPU':<18}", text)
+    yield from ("", "Findings, and what to do")
+    for finding in found["findings"]:
+        yield from _wrapped("  ! " if finding["problem"] else "  - ", finding["sentence"])
+        yield from _wrapped("    -> ", finding["advice"])
+    if not found["findings"]:
+        yield "  - none"
     yield from ("", "Defects")
     for defect in found["defects"]:
         state = f"{defect['state']}{', guarded' if defect['guarded'] else ''}"
@@ -35,12 +36,37 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield from ("", "Activation")
     for row in found["activation"]:
         yield from _wrapped("  - ", f"{row['where']}: {row['sentence']}.")
-    yield from ("", "Findings, and what to do")
-    for finding in found["findings"]:
-        yield from _wrapped("  ! " if finding["problem"] else "  - ", finding["sentence"])
-        yield from _wrapped("    -> ", finding["advice"])
-    if not found["findings"]:
-        yield "  - none"
+    yield from ("", "Environment")
+    yield from _environment(found["environment"])
+    if found["still_dies"]:
+        yield from ("", "Guarded, and it still dies: gather for a report")
+        for sentence in found["still_dies"]:
+            yield from _wrapped("  - ", sentence)
     yield from ("", "It is not this bug if")
     for sentence in found["not_this_bug"]:
         yield from _wrapped("  - ", sentence)
+
+
+def _environment(environment: dict[str, Any]) -> Iterator[str]:
+    for key, (name, *_) in ENVIRONMENT.items():
+        if environment[key]:
+            told = _cudnn(environment) if key == "cudnn" else environment[key]
+            yield from _wrapped(f"  {name:<22}", told)
+    gpus = Counter(
+        "{name}, compute capability {capability}, driver {driver}".format(**gpu) for gpu in environment["gpus"]
+    )
+    for gpu, count in gpus.items():
+        yield from _wrapped(f"  {'GPU':<22}", f"{count} x {gpu}" if count > 1 else gpu)
+    if environment["gpus_unknown"]:
+        yield from _wrapped(f"  {'GPU':<22}", f"unknown ({environment['gpus_unknown']})")
+    missing = [name for key, (name, *_) in ENVIRONMENT.items() if not environment[key]]
+    missing += ["GPU"] * (not gpus and not environment["gpus_unknown"])
+    yield from _wrapped(f"  {'not found':<22}", ", ".join(missing)) if missing else ()
+
+
+def _cudnn(environment: dict[str, Any]) -> str:
+    """Name the version that counts, who says so, and the wheels."""
+    wheels = ", ".join(f"{wheel} {version}" for wheel, version in environment["cudnn_wheels"].items())
+    if environment["cudnn_asked"]:
+        return f"{environment['cudnn']}, as cudnn.backend_version() says{f' (wheels: {wheels})' if wheels else ''}"
+    return f"{wheels} (by metadata; its frontend gave no answer)" if wheels else str(environment["cudnn"])

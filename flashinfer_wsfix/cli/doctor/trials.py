@@ -4,13 +4,12 @@ import os
 from typing import Any, NamedTuple
 
 from ...detection import Verdict
-from ..installed import source_of
-from .children import FRESH, IMPORT, NAME, SPAWNED, NoAnswer, python
-from .environment import version
+from ..installed import source_of, version_of
+from .children import FRESH, IMPORT, NAME, PLAIN, SPAWNED, NoAnswer, python
 
 
 class Host(NamedTuple):
-    """A server that loads plugins: its package, their group, its module that loads them, and its allow-list."""
+    """A server: its package, the group of its plugins, its module that loads them, and its allow-list; "" for none."""
 
     name: str
     package: str
@@ -22,6 +21,7 @@ class Host(NamedTuple):
 HOSTS = (
     Host("vLLM", "vllm", "vllm.general_plugins", "vllm.plugins", "VLLM_PLUGINS"),
     Host("SGLang", "sglang", "sglang.srt.plugins", "sglang.srt.plugins", "SGLANG_PLUGINS"),
+    Host("TensorRT-LLM", "tensorrt_llm", "", "", ""),
 )
 
 
@@ -30,6 +30,7 @@ class Activation(NamedTuple):
 
     rows: list[dict[str, Any]]  # as in the report
     everywhere: bool  # every new interpreter is activated
+    inherited: bool  # but only where it inherits this PYTHONPATH
     plugins: dict[str, bool]  # by package of an installed server: whether its workers are, by our plugin
     fresh: dict[str, Any]  # the answer to FRESH, empty where there was none
     real: Verdict | None  # on FlashInfer, after a child imported it
@@ -39,6 +40,9 @@ class Activation(NamedTuple):
         """Say whether the workers of the server ``package`` are activated; None: of all servers that are installed."""
         wanted = [package] if package else list(self.plugins)
         return self.everywhere or (bool(wanted) and all(self.plugins.get(name) for name in wanted))
+
+
+NOTHING_TRIED = Activation([], False, False, {}, {}, None, "")
 
 
 def allowed(host: Host) -> bool:
@@ -56,9 +60,9 @@ def try_activation(moving: bool) -> Activation:
     def tell(where: str, active: bool | None, routes: list[str], sentence: str) -> None:
         rows.append({"where": where, "active": active, "routes": routes, "sentence": sentence})
 
-    def start(where: str, code: str) -> dict[str, Any]:
+    def start(where: str, code: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = python(code)
+            answer: dict[str, Any] = python(code, environment=environment)
         except NoAnswer as why:
             tell(where, None, [], f"could not be tried: {why}")
             return {}
@@ -70,22 +74,32 @@ def try_activation(moving: bool) -> Activation:
     start("a spawned process", SPAWNED)
     seen = [row["active"] for row in rows]
     everywhere = True in seen and False not in seen
+    inherited = False
+    if everywhere and "PYTHONPATH" in os.environ:
+        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        inherited = not start("an interpreter without this PYTHONPATH", PLAIN, bare).get("active")
     plugins = {}
     for host in HOSTS:
-        has_loader = source_of(host.loader) is not None
-        if has_loader or version(host.package) is not None:
-            loads = has_loader and host.group in fresh.get("declared", ()) and allowed(host)
-            plugins[host.package] = loads
+        has_loader = bool(host.loader) and source_of(host.loader) is not None
+        if not has_loader and version_of(host.package) is None:
+            continue
+        loads = has_loader and host.group in fresh.get("declared", ()) and allowed(host)
+        plugins[host.package] = loads
+        if host.group:
             sentence = f"{host.name} would {'' if loads else 'NOT '}load our plugin"
             tell(f"workers of {host.name}", loads, ["plugin"] * loads, sentence)
+        else:
+            sentence = f"{host.name} loads no plugins: its workers are guarded by the start-up file alone"
+            tell(f"workers of {host.name}", everywhere and not inherited, [], sentence)
     real, untried = None, ""
     if moving and (everywhere or any(plugins.values())):
         where = "a process that imports FlashInfer" if everywhere else "a worker that imports FlashInfer"
         try:
             group = next((host.group for host in HOSTS if plugins.get(host.package)), "")
-            real = Verdict(**python(IMPORT, group, seconds=120))
+            answer = python(IMPORT, group, seconds=120)
+            real = Verdict(answer["state"], answer["reason"], tuple(answer["sites"]))
             tell(where, real.state == "guarded", [], real.reason)
         except NoAnswer as why:
             untried = f"FlashInfer could not be imported here ({why})"
             tell(where, None, [], untried)
-    return Activation(rows, everywhere, plugins, fresh, real, untried)
+    return Activation(rows, everywhere, inherited, plugins, fresh, real, untried)

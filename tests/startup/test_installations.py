@@ -157,7 +157,7 @@ def test_a_folder_of_its_own_without_a_network(built, tmp_path):
 
 
 def test_the_guard_at_the_oldest_wrapt(tmp_path):
-    """The fp8 site's guard and the gate pass their tests on the oldest wrapt that setup.cfg allows, not on a newer."""
+    """The guard of one site passes its tests on the oldest wrapt that setup.cfg allows."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     name, _, oldest = setup["options"]["install_requires"].strip().partition(">=")
@@ -165,11 +165,11 @@ def test_the_guard_at_the_oldest_wrapt(tmp_path):
     assert run([*command, "--target", tmp_path, f"{name}=={oldest}"]).returncode == 0
 
     first = "import pytest, sys, wrapt; assert wrapt.__version__ == sys.argv.pop(1), wrapt; sys.exit(pytest.main())"
-    chosen = ["real/test_guard.py", "real/test_gate.py", "-k", "fp8 and not mxfp8 and not override or test_gate"]
+    chosen = ["real/test_guard.py", "-k", "fp8 and positional and not mxfp8 and not override"]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, "-c", first, oldest, "-q", "-p", "no:cacheprovider", "--flashinfer", "0.6.18.post1", *chosen],
         cwd=TESTS, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) > 80, ran.stdout
+    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) >= 15, ran.stdout

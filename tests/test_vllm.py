@@ -20,7 +20,7 @@ LATEST = VLLM_RELEASES[-1]
 PRELUDE = """
 import sys, torch, fakes, memory
 MIB = 1 << 20
-torch.use_deterministic_algorithms(True)  # what is not zeroed is full of ones
+torch.set_deterministic_debug_mode("error")  # what is not zeroed is full of ones
 fakes.install()
 hm.vllm("{release}")
 sys.path.insert(0, {folder!r})  # of another cutlass_mla.py than the release's

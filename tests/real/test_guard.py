@@ -52,10 +52,13 @@ def active(guard, monkeypatch):
 
 @pytest.fixture
 def dirty_memory():
-    """What torch.empty() returns is full of ones, as memory that was in use before may be."""
-    torch.use_deterministic_algorithms(True)
+    """What torch.empty() returns is full of ones, as memory that was in use before may be.
+
+    `use_deterministic_algorithms()` does the same and imports torch's compiler, which takes seconds.
+    """
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture

@@ -183,6 +183,7 @@ OVERRIDE: dict[str, Callable[[Shape, Any], Any]] = {
     "mxfp8": _mxfp8_override,
     "bf16_fp4": _bf16_fp4_override,
 }
+CUBLASLT = ("fp8", "bf16", "fp4", "mxfp8")  # what engine 0, which stands on cuBLASLt, can do
 fp4_without_alpha = functools.partial(_fp4, alpha=False)
 
 

@@ -15,7 +15,6 @@ STOCK = builders.gemm_base.DEFAULT_WORKSPACE_SIZE
 FLAT = {True: 32 * MIB + 256, False: 4 * MIB + 256}  # engine 0's, on SM90 and newer and before
 ALPHA = 4  # bytes more: fp4's alpha
 
-KINDS = ("fp8", "bf16", "fp4", "mxfp8")
 # Decoding one token, a prefill, a batch of small ones, and a vocabulary: engine 0 asks the same for each.
 SHAPES = (Shape(1, 4096, 4096), Shape(16384, 28672, 8192), Shape(128, 4096, 4096, batch=16), Shape(8, 151936, 4096))
 SWEEP = (*SHAPES, Shape(16, 2048, 2048), Shape(256, 14336, 4096), Shape(1024, 4096, 14336), Shape(4096, 8192, 8192))
@@ -38,7 +37,7 @@ def flat(gpu: Gpu, kind: str) -> int:
     return FLAT[gpu.sm >= 90] + ALPHA * (kind == "fp4")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", builders.CUBLASLT)
 @pytest.mark.parametrize("gpu", GPUS, ids=str)
 def test_engine_0_asks_for_a_flat_size_whatever_the_shape(gpu: Gpu, kind: str) -> None:
     """33,554,688 B on SM90, SM100, SM103, SM120, SM121, and 4 MiB + 256 B on SM80, SM89; with fp4's alpha 4 B more."""
@@ -54,7 +53,7 @@ def test_without_alpha_fp4_asks_for_what_the_others_do(gpu: Gpu) -> None:
     assert graph.get_workspace_size() == FLAT[gpu.sm >= 90]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", builders.CUBLASLT)
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.sm >= 90], ids=str)
 def test_the_default_plan_is_engine_0(gpu: Gpu, kind: str) -> None:
     """So from SM90 on the first call of an untuned GEMM asks for more than the 32 MiB that FlashInfer has."""

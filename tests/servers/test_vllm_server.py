@@ -112,5 +112,8 @@ def test_a_running_server(tmp_path, wheel, model, name):
     assert said["problem"] is not set_up.guarded
     assert (defects["D1"]["state"], defects["D1"]["guarded"]) == ("applies", set_up.guarded)
     assert defects["D2"]["guarded"] is set_up.guarded
+    if set_up.guarded:
+        told = {route for row in said["activation"] for route in row["routes"]}
+        assert {route.removeprefix("vLLM ") for route in set_up.routes} <= told, "by the same routes"
     if set_up.done == "uninstall":
         assert "orphaned start-up file" in {finding["name"] for finding in said["findings"]}

@@ -1,4 +1,4 @@
-"""Run a test in a fresh process that has torch in it, and nothing of FlashInfer or of ours.
+"""Run a test in a fresh process that has torch in it and what FlashInfer imports, and nothing of FlashInfer or of ours.
 
 It is a fork of one small server, since an import of torch takes longer than most of the tests.
 """
@@ -6,6 +6,7 @@ It is a fork of one small server, since an import of torch takes longer than mos
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import io
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 240  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
-PRELOADED = ("pytest", "torch", "fakes", "releases")
+PRELOADED = ("pytest", "torch", "fakes", "releases", "jinja2", "pynvml", "requests", "tvm_ffi")
 
 
 @functools.cache
@@ -92,6 +93,7 @@ def _serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)  # a pool of threads would not outlive the fork
+    gc.freeze()  # else each fork's collections, its last one too, go through torch, and copy the pages that they visit
     while True:
         try:
             module, name, arguments, output = pickle.load(sys.stdin.buffer)

@@ -24,13 +24,13 @@ CELLS = {
 def flashinfer_state(release: str) -> str:
     """Judge a release by its source. The gate must be there too where the sites are."""
     functions: list[detection.Function] = []
-    for module in (names.GEMM_BASE, names.SITE_MODULES[1]):
+    for module in names.SITE_MODULES:
         path = Path(releases.fetch(release), *module.split(".")).with_suffix(".py")
         if path.exists():
             functions += detection.source_functions(module, path.read_text())
     state = detection.judge(functions, release).state
-    names = {function.name for function in functions}
-    assert state != "guarded" or all(gate.function in names for gate in GATES), release
+    found = {function.name for function in functions}
+    assert state != "guarded" or all(gate.function in found for gate in GATES), release
     return state
 
 

@@ -557,7 +557,7 @@ from pathlib import Path
 from flashinfer_wsfix import detection, names
 for folder in sys.argv[1:]:
     functions = []
-    for module in (names.GEMM_BASE, names.SITE_MODULES[1]):
+    for module in names.SITE_MODULES:
         file = Path(folder, module.replace(".", "/") + ".py")
         if file.exists():
             functions += detection.source_functions(module, file.read_text(encoding="utf-8"))

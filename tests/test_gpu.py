@@ -173,7 +173,7 @@ def test_a_lane_first_used_under_capture_runs_on_flashinfers_own_buffer(gemm: Ge
 def test_a_generation_is_zeroed_on_whatever_stream_it_is_first_seen(
     wsfix: ModuleType, gemm: Gemm, workspace: ModuleType, presized: bool
 ) -> None:
-    left_over = torch.full((state.first_bytes,), SENTINEL, dtype=torch.uint8, device=DEVICE)
+    left_over = torch.full((import_module("flashinfer_wsfix.state").first_bytes,), SENTINEL, dtype=torch.uint8, device=DEVICE)
     address = left_over.data_ptr()
     del left_over  # the allocator hands the very block out again, as it is
     side = torch.cuda.Stream()
@@ -298,7 +298,7 @@ def test_presize(wsfix: ModuleType, workspace: ModuleType) -> None:
     assert [lane.name for lane in workspace.lanes()] == [row.name for row in workspace.LANES]
     for lane in workspace.lanes():
         (first,) = lane.generations
-        assert (first.device, first.numel(), bool(first.any())) == (DEVICE, state.first_bytes, False)
+        assert (first.device, first.numel(), bool(first.any())) == (DEVICE, import_module("flashinfer_wsfix.state").first_bytes, False)
         stock = own[lane.name, DEVICE]
         assert (stock.numel(), bool(stock.any())) == (import_module(GEMM_BASE).DEFAULT_WORKSPACE_SIZE, False)
 

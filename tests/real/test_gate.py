@@ -7,20 +7,24 @@ from unittest import mock
 
 import pytest
 import torch
+from flashinfer_wsfix import guards
+from flashinfer_wsfix.sites import CUDNN_FIXED
 
 import fakes
 import gemms
-import releases
 
 SM12X, OTHERS = [(12, 0), (12, 1)], [(10, 0), (10, 3), (9, 0), (8, 9)]
 GEMMS = {"fp8": gemms.bmm_fp8, "bf16": gemms.mm_bf16}
 RUNNER = {"fp8": "CudnnFp8GemmRunner", "bf16": "CudnnBf16GemmRunner"}
 
 
+pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
+
+
 @pytest.fixture(autouse=True)
-def affected(guard, release):
-    if release not in releases.AFFECTED:
-        pytest.skip("this release has no site")
+def unfixed(monkeypatch):
+    """No cuDNN is fixed, so that bf16's gate acts where upstream's own, for fp8, does not."""
+    monkeypatch.setattr(guards, "CUDNN_FIXED", (9, 99, 0))
 
 
 @pytest.fixture(params=GEMMS)
@@ -176,8 +180,6 @@ def test_a_persisted_cache_that_cudnn_won_does_not_bring_it_back(
 
 def test_the_list_that_is_handed_on_keeps_its_order():
     """FlashInfer asks only what is in the list; whoever else reads it finds the order that the caller gave."""
-    from flashinfer_wsfix import guards
-
     handed = []
     wrapper = guards.gate("fp8", 1, "runner_names", "a")
     with mock.patch("torch.cuda.get_device_capability", return_value=(12, 0)):
@@ -187,8 +189,6 @@ def test_the_list_that_is_handed_on_keeps_its_order():
 
 
 def test_the_list_may_come_by_keyword_and_what_comes_after_it_is_passed_on():
-    from flashinfer_wsfix import guards
-
     handed = []
     wrapper = guards.gate("fp8", 1, "runner_names", "a")
     a, names = torch.zeros(1), ["cudnn", "b"]
@@ -215,7 +215,7 @@ def test_it_is_said_once_for_each_data_type_and_counted(guard, flashinfer, graph
             gemm(flashinfer)
     said = [record for record in caplog.records if "gate: cuDNN is left out" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.INFO] * 2
-    assert ["fp8" in record.getMessage() for record in said] == [True, False]
+    assert ["FlashInfer's fp8" in record.getMessage() for record in said] == [True, False]
     assert "FLASHINFER_WSFIX_GATE=off" in said[0].getMessage()
     status = guard.status()
     assert (status.gates, status.gated_calls) == (("fp8", "bf16"), 6)
@@ -253,18 +253,43 @@ def test_deactivate_opens_the_gate(kind, guard, flashinfer, graph, on, offered):
     assert RUNNER[kind] in offered[0]
 
 
-@pytest.mark.parametrize("backend", [92000, 92301], ids=["cudnn-9.20", "cudnn-9.23.1"])
-def test_both_gates_together(backend, kind, release, guard, flashinfer, graph, cudnn, on, offered):
-    """From 0.6.18 on upstream leaves cuDNN out of bmm_fp8 before 9.23.1; ours does so for both, at any version."""
+@pytest.mark.parametrize("backend", [92000, 92301, None], ids=["cudnn-9.20", "cudnn-9.23.1", "unknown"])
+def test_both_gates_together(backend, kind, release, guard, flashinfer, graph, cudnn, on, offered, monkeypatch):
+    """From 0.6.18 on upstream leaves cuDNN out of bmm_fp8 before 9.23.1; ours for bf16 before it, for fp8 always."""
+    monkeypatch.setattr(guards, "CUDNN_FIXED", CUDNN_FIXED)
     on((12, 0))
-    cudnn.backend = backend
-    upstream = kind == "fp8" and backend < 92301 and release.startswith("0.6.18")
-    GEMMS[kind](flashinfer)
-    assert RUNNER[kind] not in offered[0] and offered[0]
-    assert guard.status().gated_calls == (0 if upstream else 1)
+    cudnn.backend = backend or 92301
+    upstream = kind == "fp8" and backend == 92000 and release.startswith("0.6.18")
+    GEMMS[kind](flashinfer)  # FlashInfer asks for the version too, and keeps the answer
+    offered.clear()
+    gated = guard.status().gated_calls
+    if backend is None:
+        monkeypatch.setattr(type(cudnn), "backend_version", lambda self: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        GEMMS[kind](flashinfer)
+    ours = not upstream and (kind == "fp8" or backend != 92301)
+    if offered:
+        assert (RUNNER[kind] not in offered[0]) == (upstream or ours)
+        assert guard.status().gated_calls - gated == ours
+    cudnn.backend = backend or 92301
+    monkeypatch.undo()
     guard.deactivate()
     GEMMS[kind](flashinfer)
-    assert (RUNNER[kind] not in offered[1]) == upstream
+    assert (RUNNER[kind] not in offered[-1]) == upstream
+
+
+def test_tinygemm_alone_is_not_left(guard, flashinfer, graph, on, offered):
+    """With a bias, FlashInfer may have nothing else on SM12x: it takes few rows, and K a multiple of 8."""
+    on((12, 0))
+    a, b = (torch.zeros(size, 64, dtype=torch.bfloat16) for size in (512, 32))
+    flashinfer.mm_bf16(a, b.t(), bias=torch.zeros(32, dtype=torch.bfloat16), backend="auto")
+    assert "CudnnBf16GemmRunner" in offered[0] and len(graph.executions) == 1
+    assert guard.status().gated_calls == 0
+    handed = []
+    wrapper = guards.gate("bf16", 1, "runner_names", "a")
+    for names in (["cudnn", "tinygemm"], ["cudnn", "tinygemm", "cublaslt"]):
+        wrapper(lambda a, names: handed.append(names), None, (a, names), {})
+    assert handed == [["cudnn", "tinygemm"], ["tinygemm", "cublaslt"]]
 
 
 @pytest.mark.parametrize("broken", [RuntimeError("no device"), AssertionError("no CUDA")])

@@ -41,15 +41,11 @@ CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # one device under two
 SENTINEL = b"graph\0\0\1"
 
 
-@pytest.fixture
-def affected(release):
-    """Only the releases that have sites; `test_presize.py` has what holds on the others."""
-    if release not in releases.AFFECTED:
-        pytest.skip("this release has no site")
+pytestmark = pytest.mark.affected  # `test_presize.py` has what holds on the other releases
 
 
 @pytest.fixture(autouse=True)
-def active(affected, guard, monkeypatch):
+def active(guard, monkeypatch):
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "2")
     guard.activate()
 
@@ -320,7 +316,7 @@ def test_4_the_callers_own_tensor_is_not_touched(site, style):
     ],
 )
 def test_5_generation_1_is_there_with_flashinfers_buffer(mebibytes, asked, made, late, guard, fp8, monkeypatch):
-    """40 MiB, or what the setting says, in steps of 2 MiB; with the first call for a buffer that was there before us."""
+    """40 MiB, or what the setting says, in steps of 2 MiB; for a buffer that was there before us, with the first call."""
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", mebibytes or "")
     guard.activate()
     tensor = own(late=late)

@@ -64,10 +64,9 @@ def test_presize_makes_generation_1_of_every_lane_and_zeroes_flashinfers_own_buf
     assert guard.status().growths == 0
 
 
-def test_a_presized_lane_serves_captured_calls(guard, site, affected):
+@pytest.mark.affected
+def test_a_presized_lane_serves_captured_calls(guard, site):
     """The first call may be a captured one: it runs on the zeroed generation, and nothing overflows."""
-    if not affected:
-        pytest.skip("this release has no site")
     guard.presize(CPU, lanes=[NAME])
     graph = fakes.Graph(STOCK + 256)
     with fakes.capturing():
@@ -151,9 +150,8 @@ def test_presize_on_cuda_means_the_current_device(guard, monkeypatch):
     assert asked == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_out_of_memory_in_presize_comes_out_with_the_lane_as_it_was(guard, affected):
-    if not affected:
-        pytest.skip("this release has no site")
+@pytest.mark.affected
+def test_out_of_memory_in_presize_comes_out_with_the_lane_as_it_was(guard):
     guard.presize(CPU, lanes=[NAME])
     before = guard.status().lanes[0]
     with fakes.out_of_memory(0, 1, 2), pytest.raises(torch.OutOfMemoryError):

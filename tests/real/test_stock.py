@@ -81,15 +81,14 @@ def mm_bf16(flashinfer):
     flashinfer.mm_bf16(a, b.t(), out_dtype=out_dtype, backend="auto")
 
 
+@pytest.mark.affected  # only their dispatch is needed
 @pytest.mark.parametrize("cudnn_ms, cudnn_wins", [(0.5, True), (2.0, False)], ids=["cudnn", "other"])
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=["sm100", "sm120"])
 @pytest.mark.parametrize("gemm", [bmm_fp8, mm_bf16], ids=["fp8", "bf16"])
 def test_the_tuner_times_the_runners_and_takes_the_fastest(
-    gemm, capability, cudnn_ms, cudnn_wins, flashinfer, gemm_base, cudnn, release
+    gemm, capability, cudnn_ms, cudnn_wins, flashinfer, gemm_base, cudnn
 ):
     """The real dispatch and the real AutoTuner run on the fakes, and tuning finds what is cheaper there."""
-    if release not in releases.AFFECTED:
-        pytest.skip("only the dispatch of the affected releases is needed")
     graph = fakes.Graph(MIB_32, cost=cudnn_ms)
     cudnn.make_graph = lambda: graph
     with fakes.capability(*capability), fakes.stub_runners() as kernels:

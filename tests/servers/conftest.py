@@ -1,15 +1,13 @@
-"""One wheel and one model for all; skipped where vLLM is not installed: `tox -e vllm` brings it."""
+"""One wheel and one model for all tests of this folder, which are left out where there is no vLLM."""
 
 import importlib.util
 from pathlib import Path
 
+import model as tiny
 import pytest
+import serving
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*"]
-
-if not collect_ignore_glob:
-    import model as tiny
-    import serving
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -19,4 +17,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return serving.wheel(tmp_path_factory.mktemp("wheel"))
+    return serving.build_wheel(tmp_path_factory.mktemp("wheel"))

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 VOCABULARY = 512
 
 CONFIG = {
@@ -25,6 +23,8 @@ CONFIG = {
 
 def make(folder: Path) -> Path:
     """Write the model's configuration and tokenizer; the weights are vLLM's, with ``--load-format dummy``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     symbols = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

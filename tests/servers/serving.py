@@ -3,6 +3,7 @@
 Asked over HTTP, on the loopback device alone. Its processes are the only ones of their session, and end with it.
 """
 
+import http.client
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ VARIABLES = {
 }
 
 
-def wheel(folder: Path) -> Path:
+def build_wheel(folder: Path) -> Path:
     """Build the package from a copy of what is in the repository, so that building leaves nothing there."""
     ignore = shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, folder / "source", ignore=ignore)
@@ -65,7 +66,8 @@ class Server:
     """A server that is up, and how to ask it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-        self.process, self.port, self._log = process, port, log
+        self.port = port
+        self._process, self._log = process, log
 
     @property
     def log(self) -> str:
@@ -89,7 +91,7 @@ class Server:
         try:
             body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
             return bool(self.ask("/v1/completions", **body)["usage"]["completion_tokens"] == tokens)
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def is_up(self) -> bool:
@@ -101,7 +103,7 @@ class Server:
 
     def wait_for_end(self, seconds: float) -> int:
         """The exit code of a server that ends by itself. Raises TimeoutExpired."""
-        return self.process.wait(seconds)
+        return self._process.wait(seconds)
 
 
 @contextmanager
@@ -138,7 +140,7 @@ def serve(
 
 def settings(where: Environment, **variables: str) -> dict[str, str]:
     """The environment variables of a server, and of a doctor that judges it."""
-    folders = {f"{name}": str(where.folder / "cache") for name in ("XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT")}
+    folders = {name: str(where.folder / "cache") for name in ("XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT")}
     return environment(**folders, **VARIABLES, VLLM_CONFIG_ROOT=str(where.folder / "config"), **variables)
 
 

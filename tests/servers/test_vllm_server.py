@@ -1,6 +1,7 @@
 """In a running vLLM, every worker is guarded by the route expected, and the doctor's word is what the workers show."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ SET_UPS = {
 }
 
 
-def prepare(folder: Path, wheel: Path, done: str) -> tuple[Environment, list[object]]:
+def prepare(folder: Path, wheel: Path, done: str) -> tuple[Environment, list[Path | str]]:
     """Make the environment of a set-up; return it, and what stands before its commands."""
     where = serving.make_environment(folder, wheel)
     if done in ("enable", "uninstall"):
@@ -60,12 +61,15 @@ def prepare(folder: Path, wheel: Path, done: str) -> tuple[Environment, list[obj
     return where, [where.folder / "bin/flashinfer-wsfix", "run"] if done == "run" else []
 
 
-def doctor(where: Environment, before: Sequence[object], set_up: SetUp) -> dict[str, Any]:
-    """What the doctor says in the environment of the server; where it is uninstalled, the one of the repository."""
-    variables = serving.settings(where, **set_up.variables)
-    if set_up.done == "uninstall":
-        variables["PYTHONPATH"] = str(ROOT)
-    ran = run([*before, where.python, "-m", "flashinfer_wsfix", "doctor", "--json"], **variables)
+def doctor(where: Environment, before: Sequence[Path | str], set_up: SetUp) -> dict[str, Any]:
+    """What the doctor says in the environment of the server: where it is uninstalled, the repository's, from there."""
+    ran = subprocess.run(
+        [*before, where.python, "-m", "flashinfer_wsfix", "doctor", "--json"],
+        cwd=ROOT if set_up.done == "uninstall" else "/",
+        env=serving.settings(where, **set_up.variables),
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode in (0, 1), ran.stderr
     said: dict[str, Any] = json.loads(ran.stdout)
     assert said["problem"] == bool(ran.returncode)

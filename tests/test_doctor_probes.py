@@ -122,7 +122,7 @@ def test_children_that_say_nothing() -> None:
 
 def test_cudnn_that_came_from_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library says 92301 for 9.23.1."""
-    monkeypatch.setattr(environment_of, "python", lambda code, seconds: {"asked": False, "number": 92301})
+    monkeypatch.setattr(environment_of, "python", lambda code: 92301)
     monkeypatch.setattr(environment_of, "version_of", lambda wheel: None)
     assert environment_of._cudnn() == {"cudnn": "9.23.1", "cudnn_asked": False, "cudnn_wheels": {}}
 

@@ -64,18 +64,19 @@ target = status().targets[0]
 print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """
 
-# As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first. And
-# for containers without the frontend, whose cuDNN did not come from a wheel.
+# As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first.
 CUDNN = f"""
-import contextlib, ctypes, json
+import contextlib, json
 with contextlib.suppress(Exception):
     import torch
-try:
-    import cudnn
-    asked, number = True, cudnn.backend_version()
-except Exception:
-    asked, number = False, ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
-print("{_MARK}" + json.dumps(dict(asked=asked, number=number)))
+import cudnn
+print("{_MARK}" + json.dumps(cudnn.backend_version()))
+"""
+
+# For containers without the frontend, whose cuDNN did not come from a wheel.
+LIBCUDNN = f"""
+import ctypes
+print("{_MARK}%d" % ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
 """
 
 

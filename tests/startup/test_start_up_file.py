@@ -52,7 +52,7 @@ def test_a_reviewer_can_read_it(enabled):
     text = (enabled.site / FILE).read_text(encoding="ascii")
     comment, line = text.splitlines()
     assert comment.startswith("#") and "flashinfer-wsfix disable" in comment
-    assert line.startswith("import ") and len(line) < 500
+    assert line.startswith("import ") and len(line) < 550
     assert stat.S_IMODE((enabled.site / FILE).stat().st_mode) & 0o444 == 0o444
 
 

@@ -11,12 +11,10 @@ NAME = "flashinfer_wsfix"  # of the package and of its entry points
 
 _MARK = "flashinfer-wsfix:"  # before the answer: a sitecustomize may print as well
 
-# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there? ("hook" held the
-# routes in version 0.1.0, which the environment that is judged may have.)
+# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there?
 _ACTIVE = (
-    "(any(type(finder).__module__.startswith('flashinfer_wsfix.') for finder in __import__('sys').meta_path),"
-    " list(next((module.routes for module in map(__import__('sys').modules.get,"
-    " ('flashinfer_wsfix.state', 'flashinfer_wsfix.hook')) if hasattr(module, 'routes')), ())))"
+    "(any(type(finder).__module__ == 'flashinfer_wsfix.importer' for finder in __import__('sys').meta_path),"
+    " list(getattr(__import__('sys').modules.get('flashinfer_wsfix.state'), 'routes', ())))"
 )
 
 # What a server sees that is started here: sys.path without the working directory, which `-c` puts first. ``installed``

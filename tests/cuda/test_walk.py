@@ -1,13 +1,12 @@
 """Random walks: stock comes to harm in most of them, guarded in none. `--walks N`: that many, in place of a few."""
 
 import pytest
-
 import walk
 from children import Ended, guarded, stock
 
 
 def test_walks(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """Harm is an access to freed memory or another tensor overwritten; guarded also a new workspace that is not zero."""
+    """Harm: freed memory is accessed, another tensor overwritten, or, asked of the guard alone, a workspace is dirty."""
     count, harmed = pytestconfig.getoption("--walks"), 0
     for seed in range(count):
         settings = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{bool(seed % 2)}", "FAKECUDA_REUSE": seed // 2 % 2}

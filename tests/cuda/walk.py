@@ -10,6 +10,7 @@ from gemm import Gemm, captured
 
 SIZES = (1, 31, 32, 33, 40, 41, 56, 64, 96, 130, 200)  # MiB that a plan asks for, at first the small ones
 STEPS = 40
+OVERWRITTEN = "another tensor was overwritten"
 
 
 class Walk:
@@ -34,7 +35,7 @@ class Walk:
             torch.cuda.synchronize(device)
 
     def check_others(self) -> None:
-        assert gemm.unharmed(self.others), self.told
+        assert gemm.unharmed(self.others), (OVERWRITTEN, self.told)
 
     def sizes(self) -> tuple[int, ...]:
         return SIZES[: 3 + len(self.told) // 3]

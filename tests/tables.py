@@ -1,6 +1,6 @@
-"""Tables of the README, made from the package's own rows and from what detection reads in the hosts' sources.
+"""Tables of the pages, made from the package's own rows and from what detection reads in the hosts' sources.
 
-``python tests/tables.py`` prints them; `test_readme.py` compares them with the README.
+``python tests/tables.py`` prints them; `test_readme.py` compares them with README.md and with docs/.
 """
 
 from itertools import groupby
@@ -63,6 +63,74 @@ def defects() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+# Which FlashInfer each release asks for, exactly: read from the metadata of what PyPI has of it, on 2026-12-01.
+PINS = {
+    "vLLM": {
+        "0.20.0": "0.6.8.post1",
+        "0.22.1": "0.6.11.post2",
+        "0.23.0": "0.6.12",
+        "0.24.0": "0.6.12",
+        "0.25.1": "0.6.13",
+        "0.26.0": "0.6.14",
+        "0.27.1": "0.6.16.post3",
+        "0.28.0": "0.6.16.post3",
+        "0.29.0": "0.6.18",
+        "0.30.0": "0.6.18.post1",
+        "0.31.0": "0.7.0.post1",
+        "0.32.0": "0.7.0.post1",
+        "0.33.0": "0.7.2.post1",
+    },
+    "SGLang": {
+        "0.5.14": "0.6.12",
+        "0.5.16": "0.6.14",
+        "0.5.18": "0.6.17",
+        "0.5.20": "0.6.18",
+        "0.5.21": "0.6.18",
+        "0.5.22": "0.7.1",
+        "0.5.23": "0.7.2",
+    },
+    "TensorRT-LLM": {
+        "1.2.1": "0.6.4",
+        "1.3.0rc13": "0.6.6",
+        "1.3.0rc14": "0.6.9",
+        "1.3.0rc15": "0.6.11.post1",
+        "1.3.0rc22": "0.6.14",
+        "1.3.0rc22.post1": "0.6.15",
+        "1.3.0rc23": "0.6.15",
+        "1.3.0rc23.post1": "0.6.15",
+        "1.3.0rc24": "0.6.16",
+        "1.3.0rc25": "0.6.16",
+        "1.3.0rc26": "0.6.18",
+        "1.3.0rc27": "0.6.18",
+        "1.3.0rc28": "0.6.18",
+        "1.3.0rc29": "0.6.18",
+        "1.4.0rc0": "0.6.18",
+        "1.4.0rc1": "0.6.18",
+    },
+    "aphrodite-engine": {"0.23.0": "0.6.15.post1", "0.24.0": "0.6.18", "0.24.1": "0.6.18"},
+    "lsglang": {
+        "1.4.15": "0.6.17",
+        "1.5.0": "0.6.18",
+        "1.5.6": "0.6.18",
+        "1.6.0": "0.6.18",
+        "1.6.2": "0.7.2",
+        "1.6.5": "0.7.2",
+    },
+    "tokenspeed-kernel": {"0.1.3": "0.6.15.post1", "0.1.4": "0.7.1rc2"},
+    "sglang-kt": {"0.7.2": "0.6.3"},
+}
+
+
+def pins() -> str:
+    """Say which FlashInfer each release of a host asks for; bold where that one is affected."""
+    lines = [["host", "FlashInfer"], ["---"] * 2]
+    for host, releases_of_host in PINS.items():
+        for pin, group in groupby(releases_of_host.items(), key=lambda item: item[1]):
+            bold = "**" if pin in releases.AFFECTED else ""
+            lines.append([f"{bold}{host} {', '.join(release for release, _ in group)}{bold}", f"{bold}{pin}{bold}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 MEANINGS = {
     "mode": "on, off, or log every move and change nothing",
     "workspace_bytes": "MiB of a lane's first generation; 0: none before a plan overflows FlashInfer's own buffer",
@@ -88,4 +156,4 @@ def _version(release: str) -> tuple[tuple[int, ...], int]:
 
 
 if __name__ == "__main__":
-    print(defects(), variables(), sep="\n\n")
+    print(defects(), pins(), variables(), sep="\n\n")

@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_an_install_changes_nothing_else(built, tmp_path):
 
 
 def test_a_folder_of_its_own_without_a_network(built, tmp_path):
-    """Wheels that were copied over, installed into a folder: on PYTHONPATH plugins find it, and its sitecustomize too."""
+    """Wheels that were copied over, installed into a folder: on PYTHONPATH the plugins work, and the sitecustomize."""
     wheels, folder = tmp_path / "wheels", tmp_path / "folder"
     download = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "-w", wheels, built["wheel"]]
     assert run(download).returncode == 0
@@ -156,19 +157,19 @@ def test_a_folder_of_its_own_without_a_network(built, tmp_path):
 
 
 def test_the_guard_at_the_oldest_wrapt(tmp_path):
-    """A site's guard and the gate pass their tests on the oldest wrapt that setup.cfg allows; all others have a newer."""
+    """The guard of one site passes its tests on the oldest wrapt that setup.cfg allows."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     name, _, oldest = setup["options"]["install_requires"].strip().partition(">=")
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
     assert run([*command, "--target", tmp_path, f"{name}=={oldest}"]).returncode == 0
 
-    first = "import wrapt, sys; assert wrapt.__version__ == sys.argv.pop(1), wrapt; import pytest; sys.exit(pytest.main())"
-    tests = ["--flashinfer", "0.6.18.post1", "real/test_guard.py", "real/test_gate.py", "-k", "gemm_fp8_graph and not override or gate"]
+    first = "import pytest, sys, wrapt; assert wrapt.__version__ == sys.argv.pop(1), wrapt; sys.exit(pytest.main())"
+    chosen = ["real/test_guard.py", "-k", "fp8 and positional and not mxfp8 and not override"]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
-        [sys.executable, "-c", first, oldest, "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-c", first, oldest, "-q", "-p", "no:cacheprovider", "--flashinfer", "0.6.18.post1", *chosen],
         cwd=TESTS, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout.splitlines()[-1]
+    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) >= 15, ran.stdout

@@ -34,7 +34,10 @@ def is_lazy(module: object) -> bool:
 def is_complete(name: str) -> bool:
     """Say whether a module has been executed to its end: not half-imported, nor prepared by a lazy loader."""
     module = sys.modules.get(name)
-    return not (module is None or is_lazy(module) or getattr(spec_of(module), "_initializing", False))
+    if module is None or is_lazy(module):
+        return False
+    spec = spec_of(module)
+    return not getattr(spec, "_initializing", False) or getattr(spec, "executed_wsfix", False)
 
 
 class Finder:
@@ -104,6 +107,8 @@ class Finder:
             if name in self.names and is_lazy(module):  # only made ready: another loader executes it when it is used
                 self._tell(spec, name)
             elif name in self.names:
+                if hasattr(spec, "__dict__"):
+                    spec.executed_wsfix = True  # importlib says so only after the call
                 self.loaded(name)
 
         wsfix_exec_module.tells_wsfix = True  # type: ignore[attr-defined]

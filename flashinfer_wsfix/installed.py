@@ -1,6 +1,5 @@
 """The code of FlashInfer's modules as it is installed: read, never run."""
 
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pkgutil import iter_modules
@@ -18,7 +17,7 @@ def gemm_functions(path: Iterable[str], besides: Collection[str] = ()) -> Iterat
     """
     path = list(path)
     for found in iter_modules(path, f"{GEMM}."):
-        if found.name in besides or found.ispkg:
+        if found.name in besides or (found.ispkg and found.name not in SITE_MODULES):
             continue
         # Not importlib.util.find_spec, which would ask everybody's finders and import the package.
         spec = PathFinder.find_spec(found.name, path)
@@ -30,8 +29,3 @@ def gemm_functions(path: Iterable[str], besides: Collection[str] = ()) -> Iterat
             if isinstance(code, CodeType):
                 yield from code_functions(found.name, code)
 
-
-def late_functions(package: str = GEMM) -> list[Function]:
-    """Read what is installed of ``flashinfer.gemm`` and not imported in this process yet."""
-    path = getattr(sys.modules.get(package), "__path__", ())
-    return list(gemm_functions(path, sys.modules.keys()))

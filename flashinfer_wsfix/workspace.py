@@ -112,8 +112,6 @@ class RetiringCache(dict[Key, torch.Tensor]):
 
     That is every buffer of a lane, and of the others those that were there before us, or were fetched or made under
     capture. What no graph has seen leaves as in stock. With ``keeps=False`` it only logs what is replaced.
-
-    While torch.compile traces a caller, all is as in a plain dictionary, which it can compile.
     """
 
     is_wsfix_cache = True  # also where the package was imported anew
@@ -124,27 +122,40 @@ class RetiringCache(dict[Key, torch.Tensor]):
         self.keeps = keeps
         self.held = set(cache)  # keys of buffers whose address a graph may hold
 
-    @staticmethod
-    def _fetching(fetch: Callable[..., Any]) -> Callable[..., Any]:
-        def wsfix_fetch(self: "RetiringCache", key: Key, *args: Any) -> Any:
-            if not torch.compiler.is_compiling() and key not in self.held and _is_captured():
-                self.held.add(key)
-            return fetch(self, key, *args)
+    # What torch.compile finds in FlashInfer's _get_cache_buf: no closure and no lock on its way, or it cannot compile it.
+    def get(self, key: Key, default: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            self._fetched(key)
+        return super().get(key, default)
 
-        return wsfix_fetch
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self._fetched(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Key, buffer: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            super().__setitem__(key, buffer)
+        elif self.keeps and _is_lanes(key, buffer) and super().get(key) is not buffer and not _adopt(key, buffer):
+            keep(key[0], buffer)
+        else:
+            self._set(key, buffer)
+            if key[0] in NAMES:
+                self.held.add(key)
+            self._fetched(key)
+
+    def _fetched(self, key: Key) -> None:
+        if key not in self.held and _is_captured():
+            self.held.add(key)
 
     @staticmethod
     def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
         def wsfix_change(self: "RetiringCache", *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return change(self, *args, **kwargs)
             with self._watched():
                 return change(self, *args, **kwargs)
 
         return wsfix_change
 
-    get = _fetching(dict.get)
-    __getitem__ = _fetching(dict.__getitem__)
     _set = _changing(dict.__setitem__)
     __delitem__ = _changing(dict.__delitem__)
     __ior__ = _changing(dict.__ior__)
@@ -152,16 +163,6 @@ class RetiringCache(dict[Key, torch.Tensor]):
     pop = _changing(dict.pop)
     popitem = _changing(dict.popitem)
     update = _changing(dict.update)
-
-    def __setitem__(self, key: Key, buffer: torch.Tensor) -> None:
-        if self.keeps and not torch.compiler.is_compiling():
-            if _is_lanes(key, buffer) and self.get(key) is not buffer and not _adopt(key, buffer):
-                return keep(key[0], buffer)
-            self._set(key, buffer)
-            if key[0] in NAMES or _is_captured():
-                self.held.add(key)
-        else:
-            self._set(key, buffer)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

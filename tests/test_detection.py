@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from flashinfer_wsfix import activation, detection, names
+from flashinfer_wsfix.cli import installed
 
 import arguments
 import fresh
@@ -62,6 +63,7 @@ def run(graph, workspace, size):
         workspace.resize_(size)
     graph.execute({}, workspace)
 """
+GRAPH = "def plain(graph):\n    graph.execute({})\n"  # where nothing at all executes one, nothing is known
 GATE = "def fp8_gemm_sm100(a, runner_names): pass\n"
 GATE_RENAMED = GATE.replace("runner_names", "names")
 
@@ -88,18 +90,19 @@ SHAPES = {
     "a gate": (SITE + GATE, "guarded"),
     "a gate without its parameter": (SITE + GATE_RENAMED, "unsupported"),
     "a gate that is decorated": (f"{SITE}@cache\n{GATE}", "unsupported"),
-    "a gate of an unknown shape and no site": (GATE_RENAMED, "not-affected"),
+    "a gate of an unknown shape and no site": (GRAPH + GATE_RENAMED, "not-affected"),
     "growth by other means": (growing("workspace = torch.ones(size)"), "unsupported"),
     "growth by set_": (growing("workspace.set_(torch.empty(size))"), "unsupported"),
     "growth by resize_as_": (growing("workspace.resize_as_(torch.empty(size))"), "unsupported"),
     "a move that compares no sizes": (growing("workspace.set_(buffer)").replace("numel", "size"), "unsupported"),
-    "a move where no graph is executed": ("def run(workspace, size):\n    workspace.set_(size)\n", "not-affected"),
+    "a move where no graph is executed": (GRAPH + "def run(workspace, size):\n    workspace.set_(size)\n", "not-affected"),
     "a call-local buffer": (growing("workspace = torch.empty(size)"), "not-affected"),
-    "a comparison of sizes alone": (growing("raise ValueError").replace("execute", "check"), "not-affected"),
+    "a comparison of sizes alone": (GRAPH + growing("raise ValueError").replace("execute", "check"), "not-affected"),
     "a comparison with nothing of ours": (growing("pass").replace("workspace", "scratchpad"), "not-affected"),
     "a graph alone": ("def run(graph, workspace):\n    graph.execute({}, workspace)\n", "not-affected"),
-    "a fix where no graph is executed": ("def make(size):\n    return torch.zeros(size)\n", "not-affected"),
-    "nothing": ("", "not-affected"),
+    "a fix where no graph is executed": (GRAPH + "def make(size):\n    return torch.zeros(size)\n", "not-affected"),
+    "nothing that executes a graph": ("def make(size):\n    return torch.empty(size)\n", "unsupported"),
+    "nothing": ("", "unsupported"),
 }
 
 
@@ -118,6 +121,15 @@ def test_live_module_with(shape):
     module.cache = functools.cache
     exec(source, vars(module))
     assert detection.judge(list(detection.live_functions(module)), "1.0") == judged_lines(source)
+
+
+def test_a_site_in_another_module_is_unsupported():
+    """A sibling that took the sites over, whatever is left of the modules that had them: never an all-clear."""
+    functions = list(detection.source_functions("flashinfer.gemm.cudnn_executors", SITE))
+    assert detection.judge(functions, "1.0").state == "unsupported"
+    functions += detection.source_functions(names.GEMM_BASE, GRAPH)
+    verdict = detection.judge(functions, "1.0")
+    assert (verdict.state, "cudnn_executors.run is in another module" in verdict.reason) == ("unsupported", True)
 
 
 def test_a_function_with_the_name_of_a_gate_elsewhere_is_no_gate():
@@ -180,14 +192,14 @@ def test_the_installed_flashinfer_is_judged_without_an_import(tmp_path, monkeypa
     def judged_at(path):
         monkeypatch.setattr(sys, "path", [str(path)])
         invalidate_caches()
-        return detection.judge_installed()
+        return installed.read_flashinfer()[0]
 
     assert judged_at(tmp_path) is None
     (tmp_path / "flashinfer/gemm/gemm_base").mkdir(parents=True)
     assert judged_at(tmp_path) is None
     (tmp_path / "flashinfer/__init__.py").write_text("raise SystemExit")
     verdict = judged_at(tmp_path)
-    assert (verdict.state, "of unknown version" in verdict.reason) == ("not-affected", True)
+    assert (verdict.state, "of unknown version" in verdict.reason) == ("unsupported", True)
     (tmp_path / "flashinfer/gemm/gemm_base/__init__.py").write_text(SITE, encoding="utf-8-sig")
     assert judged_at(tmp_path).sites == (f"{names.GEMM_BASE}.run",)
     verdict = judged_at(real)
@@ -503,24 +515,47 @@ def test_a_cache_of_another_type(cache, tmp_path):
     assert said.getvalue().count("WARNING ") == 1 and said.getvalue().count("\n") == 1
 
 
+DECORATED = "@functools.lru_cache\ndef execute_cudnn_bf16_fp4_graph("
+REPLACED = "\nexecute_cudnn_bf16_fp4_graph = functools.lru_cache(execute_cudnn_bf16_fp4_graph)\n"
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["its code shows it", "only its import does"])
 @fresh.process
-def test_a_late_module_of_an_unknown_shape_takes_the_guard_back(tmp_path):
-    """gemm_bf16_fp4_cudnn is loaded on demand: where it turns out unknown, the eight others are put back too."""
+def test_a_late_module_of_an_unknown_shape(shown, tmp_path):
+    """gemm_bf16_fp4_cudnn is imported on demand and judged by its code before: the verdict does not change then.
+
+    Where it turns out unknown all the same, the eight others are put back too.
+    """
 
     def change(source):
-        return source.replace(
-            "def execute_cudnn_bf16_fp4_graph(", "@functools.lru_cache\ndef execute_cudnn_bf16_fp4_graph("
-        )
+        if shown:
+            source = source.replace("def execute_cudnn_bf16_fp4_graph(", DECORATED)
+        return "import functools\n" + source + REPLACED * (not shown)
 
-    copy = fresh.copy("0.6.14", tmp_path, {BF16_FP4: lambda source: "import functools\n" + change(source)})
+    fresh.flashinfer("0.6.14", fresh.copy("0.6.14", tmp_path, {BF16_FP4: change}))
+    import flashinfer_wsfix
+
+    said = fresh.listen()
+    __import__("flashinfer")
+    assert flashinfer_wsfix.status().targets[0].state == ("unsupported" if shown else "guarded")
+    assert untouched() == "unsupported"
+    assert [line.split()[0] for line in said.getvalue().splitlines()] == ["INFO"] * (not shown) + ["WARNING"]
+
+
+@fresh.process
+def test_an_overlay_with_two_stock_sites_is_guarded_from_the_start(tmp_path):
+    """#4553's gemm_base over 0.6.14: its two later sites move as before, so there is a verdict, a gate and no advice."""
+    copy = fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": call_local})
     fresh.flashinfer("0.6.14", copy)
     import flashinfer_wsfix
 
     said = fresh.listen()
     __import__("flashinfer")
-    assert flashinfer_wsfix.status().targets[0].state == "guarded"
-    assert untouched() == "unsupported"
-    assert [line.split()[0] for line in said.getvalue().splitlines()] == ["INFO", "WARNING"]
+    before = flashinfer_wsfix.status()
+    assert (before.targets[0].state, len(before.targets[0].sites), before.gates) == ("guarded", 2, ("fp8", "bf16"))
+    __import__(names.SITE_MODULES[1])
+    assert flashinfer_wsfix.status().targets == before.targets
+    assert "can be removed" not in said.getvalue() and said.getvalue().count("\n") == 1
 
 
 def test_source_with_a_syntax_error():

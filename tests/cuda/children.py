@@ -1,4 +1,4 @@
-"""Ask a question in a process of its own, on FlashInfer's stock code or guarded: `stock(question)`, `guarded(question)`.
+"""Ask a question in a process of its own, on FlashInfer's stock code or guarded.
 
 A question is a function without arguments. Its answer has to fit into JSON. The process is a fork, so that it starts
 with torch and FlashInfer in it, but with a CUDA runtime that nothing was asked of.

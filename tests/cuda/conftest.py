@@ -14,7 +14,7 @@ collect_ignore_glob = [] if "FAKECUDA_CC" in os.environ else ["test_*.py"]
 if not collect_ignore_glob:
     sys.modules["cutlass"] = None  # type: ignore[assignment]  # where installed, it wants more of a GPU than there is
     # As on a machine without a GPU: each question is asked in a fork of this process, and CUDA outlives none.
-    with mock.patch("torch.cuda.is_available", return_value=False), mock.patch("torch.cuda.device_count", return_value=0):
+    with mock.patch.multiple("torch.cuda", is_available=lambda: False, device_count=lambda: 0):
         import_module("flashinfer.gemm.gemm_base")
     assert not torch.cuda.is_initialized()
     gc.freeze()  # a capture collects garbage: in a fork, that would copy all that was imported

@@ -1,4 +1,4 @@
-"""A cuDNN plan that asks for a chosen size and launches real kernels on its workspace, through FlashInfer's fp8 site."""
+"""A cuDNN plan that asks for a chosen size and launches real kernels on its workspace, through the fp8 site."""
 
 from collections.abc import Callable, Iterable
 from importlib import import_module

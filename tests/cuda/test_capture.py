@@ -2,10 +2,9 @@
 
 import threading
 
+import gemm
 import pytest
 import torch
-
-import gemm
 from children import Ended, guarded, stock
 from gemm import MIB, Gemm, captured
 

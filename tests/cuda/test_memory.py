@@ -5,10 +5,9 @@ import gc
 import os
 import warnings
 
+import gemm
 import pytest
 import torch
-
-import gemm
 from children import Ended, guarded, stock
 from gemm import DIRT, MIB, Gemm, captured
 
@@ -251,7 +250,7 @@ def retries_of_20_calls(mib: int) -> int:
 
 
 def test_a_growth_that_failed_is_not_tried_at_each_call() -> None:
-    """What was asked for is published where twice does not fit; where that does not either, each call asks for it once."""
+    """What was asked for is published where twice does not fit; where it does not, each call asks for it once."""
     assert guarded(lambda: retries_of_20_calls(48), FAKECUDA_MIB=400) <= 4
     assert guarded(lambda: retries_of_20_calls(70), FAKECUDA_MIB=400) <= 20 + 4
 

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-
 from children import Ended, stock
 from gemm import MIB, captured
 

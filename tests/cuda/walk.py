@@ -4,13 +4,13 @@ import random
 import threading
 from collections.abc import Callable
 
-import torch
-
 import gemm
-from gemm import MIB, Gemm, captured
+import torch
+from gemm import Gemm, captured
 
 SIZES = (1, 31, 32, 33, 40, 41, 56, 64, 96, 130, 200)  # MiB that a plan asks for, at first the small ones
 STEPS = 40
+OVERWRITTEN = "another tensor was overwritten"
 
 
 class Walk:
@@ -35,7 +35,7 @@ class Walk:
             torch.cuda.synchronize(device)
 
     def check_others(self) -> None:
-        assert gemm.unharmed(self.others), self.told
+        assert gemm.unharmed(self.others), (OVERWRITTEN, self.told)
 
     def sizes(self) -> tuple[int, ...]:
         return SIZES[: 3 + len(self.told) // 3]
@@ -71,7 +71,8 @@ class Walk:
                 plan.call(mib)
 
         with torch.cuda.device(plan.own.device):
-            self.graphs.append((captured(calls, **pool), plan))
+            # By itself torch captures on the device of the first capture.
+            self.graphs.append((captured(calls, stream=torch.cuda.Stream(), **pool), plan))
 
     def replay(self) -> None:
         if self.graphs:

@@ -44,8 +44,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--flashinfer") not in releases.AFFECTED:
-        items[:] = [item for item in items if not item.get_closest_marker("affected")]
+    release = config.getoption("--flashinfer")
+    marks = {"affected": releases.AFFECTED, "newest": releases.AFFECTED[-1:]}
+    left_out = [mark for mark, on in marks.items() if release not in on]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,19 @@ import releases
 TESTS = Path(__file__).parent
 # Alone in a process, and before the releases, so that both processes have work to the end: the longest first. What is
 # not named shares the last one.
-LONG = ["startup", "test_activation.py", "test_doctor.py", "test_vllm.py", "test_faults.py"]
+LONG = [
+    "startup",
+    "test_detection.py",
+    "test_activation.py",
+    "test_demo.py",
+    "test_doctor*.py",
+    "test_vllm.py",
+    "test_interplay.py",
+    "test_faults.py",
+]
 # As long as a release, and on one of them alone.
 MACHINE = "tests/real/test_state_machine.py::test_whatever_happens_the_contract_holds"
-MACHINE_RELEASE = "0.6.18.post1"
+MACHINE_RELEASE = releases.AFFECTED[-1]
 # While both cores have work, torch's own threads only wait for each other, and turn round while they do.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TAIL = 60  # lines of a run that failed
@@ -36,8 +45,9 @@ def runs(which: str) -> dict[str, list[str]]:
         real = {**machine, **real}
     if which == "affected":
         return real
-    rest = [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.name not in LONG]
-    return {**{name: [str(TESTS / name)] for name in LONG}, **real, "all other files": rest}
+    long = {name: [str(path) for path in sorted(TESTS.glob(name))] for name in LONG}
+    rest = {str(path) for path in TESTS.glob("test_*.py")}.difference(*long.values())
+    return {**long, **real, "all other files": sorted(rest)}
 
 
 def run(what: list[str]) -> tuple[Counter[str], str]:

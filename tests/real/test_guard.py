@@ -657,6 +657,7 @@ def switching_often():
         sys.setswitchinterval(before)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_11_32_threads_grow_lanes_at_once(lanes, guard, fp8):
     """Each gets what its plan asks for, zeroed at first sight; what they got lives on; growth stays geometric."""
@@ -750,6 +751,7 @@ print("20 children grew")
 """
 
 
+@pytest.mark.newest
 def test_11_a_child_that_is_forked_while_a_lane_grows_can_grow_lanes(release):
     """No child inherits our lock taken, at 20 forks during growth."""
     path = os.pathsep.join([str(releases.fetch(release)), *filter(None, sys.path)])

@@ -188,7 +188,7 @@ assert ask(2 * MIB, small).numel() == 2 * MIB
 """)
 
 
-@pytest.mark.parametrize("ours", ["_state_of", "_Asking", "_publish"])
+@pytest.mark.parametrize("ours", ["_lane_of", "_Asking", "_publish"])
 def test_an_error_of_ours_leaves_vllms_own_growth(ours):
     """vLLM has what it asked for, and one warning says that it is unguarded."""
     logged = passes(f"""
@@ -198,7 +198,7 @@ sys.modules["flashinfer_wsfix.vllm"].{ours} = fail
 size = workspace.get_buf().numel()
 assert ask(size + 1).numel() == size + 1 and ask(2 * size).numel() == 2 * size
 """)
-    assert logged.count("WARNING") == logged.count("SM100Workspace runs UNGUARDED") == 1
+    assert logged.count("WARNING") == logged.count("SM100Workspace ran UNGUARDED") == 1
 
 
 @pytest.mark.parametrize("made_in, grown_in", [(True, False), (False, True), (True, True)])

@@ -88,12 +88,22 @@ def sites(gemm_base: types.ModuleType) -> list[arguments.Site]:
 
 
 @pytest.fixture
-def guard(gemm_base: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def variables() -> dict[str, str]:
+    """The settings that `guard` is activated with; a file may have its own."""
+    return {}
+
+
+@pytest.fixture
+def guard(
+    gemm_base: types.ModuleType, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[types.ModuleType]:
     """The package, active for this test: default settings, no lane, nothing in FlashInfer's cache, counters at zero."""
     import flashinfer_wsfix
 
     for variable in [name for name in os.environ if name.startswith("FLASHINFER_WSFIX")]:
         monkeypatch.delenv(variable)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     flashinfer_wsfix.deactivate()
     memory.forget_lanes()
     flashinfer_wsfix.activate("test")

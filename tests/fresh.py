@@ -25,9 +25,24 @@ PRELOADED = ("pytest", "torch", "fakes", "releases", "jinja2", "pynvml", "reques
 
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # Large buffers in large pages: a new generation is 40 MiB, which would be ten thousand page faults.
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+    server = subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     atexit.register(server.communicate)
     return server
+
+
+def _ask(module: str, name: str, arguments: dict[str, Any]) -> tuple[int, str]:
+    """Have the server run a function that `process` decorates; return its exit code, and what it printed."""
+    server = _server()
+    assert server.stdin and server.stdout
+    with tempfile.NamedTemporaryFile() as output:
+        pickle.dump((module, name, arguments, output.name), server.stdin)
+        server.stdin.flush()
+        ended = int(server.stdout.readline())
+        return ended, output.read().decode(errors="replace")
 
 
 def process(test: Callable[..., None]) -> Callable[..., None]:
@@ -35,13 +50,7 @@ def process(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def in_fresh_process(**arguments: Any) -> None:
-        server = _server()
-        assert server.stdin and server.stdout
-        with tempfile.NamedTemporaryFile() as output:
-            pickle.dump((test.__module__, test.__name__, arguments, output.name), server.stdin)
-            server.stdin.flush()
-            ended = int(server.stdout.readline())
-            printed = output.read().decode(errors="replace")
+        ended, printed = _ask(test.__module__, test.__name__, arguments)
         if ended == 0:
             return
         import pytest
@@ -54,6 +63,24 @@ def process(test: Callable[..., None]) -> Callable[..., None]:
 
 
 SKIPPED = 5
+
+
+def script(code: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` as `python -c` would, with this environment and `path` first on its import path."""
+    with tempfile.NamedTemporaryFile() as printed:
+        arguments = {"code": code, "path": [*map(str, path)], "environment": environment, "printed": printed.name}
+        ended, said = _ask(__name__, "_script", arguments)
+        return subprocess.CompletedProcess(code, ended, printed.read().decode(errors="replace"), said)
+
+
+@process
+def _script(code: str, path: list[str], environment: dict[str, str], printed: str) -> None:
+    with open(printed, "wb") as file:
+        os.dup2(file.fileno(), 1)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = path
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def flashinfer(release: str, folder: Path | None = None) -> None:

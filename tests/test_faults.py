@@ -1,5 +1,6 @@
 """Whatever we call outside of this package raises in turn; the host's import and its calls work each time."""
 
+import gc
 import importlib
 import os
 import re
@@ -102,6 +103,7 @@ def sites_work():
 def each_fault(attempt, prepare=lambda: None):
     """Run `attempt` once for each call that it makes us make, each in a fork; list what went wrong."""
     wrong, n, total = [], 0, None
+    gc.freeze()  # else each fork copies the pages of all that is there by collecting
     while total is None or n <= total:
         read, write = os.pipe()
         child = os.fork()

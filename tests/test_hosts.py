@@ -22,13 +22,17 @@ EACH_HOST = pytest.mark.parametrize(
 EACH_VLLM = pytest.mark.parametrize("release", VLLM_RELEASES)
 
 
+def inherited():
+    """The environment of this process without what chooses plugins."""
+    return {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "SGLANG_PLUGINS")}
+
+
 def run(code, *path, **environment):
     """Run `code` in a fresh interpreter with `host_modules` as `hm`; the completed process."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "SGLANG_PLUGINS")}
-    inherited["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, *path)))
+    path = os.pathsep.join(map(str, (TESTS, *path)))
     return subprocess.run(
         [sys.executable, "-c", f"import host_modules as hm\n{code}"],
-        env={**inherited, **environment}, capture_output=True, text=True,
+        env={**inherited(), "PYTHONPATH": path, **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 

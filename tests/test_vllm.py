@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import fresh
 import hosts
 from hosts import VLLM_RELEASES
-from test_hosts import EACH_VLLM, run
+from test_hosts import EACH_VLLM, TESTS, inherited
 
 PACKAGE = Path(importlib.util.find_spec("flashinfer_wsfix").origin).parents[1]
 MLA = "vllm/v1/attention/backends/mla/cutlass_mla.py"
@@ -19,7 +20,7 @@ LATEST = VLLM_RELEASES[-1]
 PRELUDE = """
 import sys, torch, fakes, memory
 MIB = 1 << 20
-torch.use_deterministic_algorithms(True)  # what is not zeroed is full of ones
+torch.set_deterministic_debug_mode("error")  # what is not zeroed is full of ones
 fakes.install()
 hm.vllm("{release}")
 sys.path.insert(0, {folder!r})  # of another cutlass_mla.py than the release's
@@ -64,9 +65,14 @@ assert flashinfer_wsfix.status().growths == 1
 """
 
 
+def run(code, **environment):
+    """Run `code` in a fresh process that has torch already, with `host_modules` as `hm`; the completed process."""
+    return fresh.script(f"import host_modules as hm\n{code}", TESTS, PACKAGE, **{**inherited(), **environment})
+
+
 def passes(code, release=LATEST, order=BEFORE, folder="/nowhere", **environment):
     """Run `code`, which asserts, in a fresh interpreter that guards this release of vLLM; return what was logged."""
-    ran = run(PRELUDE.format(release=release, folder=str(folder)) + order + WORKSPACE + code, PACKAGE, **environment)
+    ran = run(PRELUDE.format(release=release, folder=str(folder)) + order + WORKSPACE + code, **environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout + ran.stderr  # vLLM's own handler writes to the one, ours to the other
 
@@ -391,7 +397,7 @@ LATE = FLASHINFER + WARMUP + "import vllm.v1.worker.gpu_worker\n" + USED + "impo
 
 def warms_up(code, release=LATEST, order=FIRST, **environment):
     """As `passes`, with FlashInfer 0.6.14 and three of its workspaces in use, and without cutlass_mla."""
-    ran = run(PRELUDE.format(release=release, folder="/nowhere") + order + code, PACKAGE, **environment)
+    ran = run(PRELUDE.format(release=release, folder="/nowhere") + order + code, **environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout + ran.stderr
 

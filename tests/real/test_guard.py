@@ -41,21 +41,24 @@ CPU, CPU_0 = torch.device("cpu"), torch.device("cpu", 0)  # one device under two
 SENTINEL = b"graph\0\0\1"
 
 
-pytestmark = pytest.mark.affected  # `test_presize.py` has what holds on the other releases
+# `test_presize.py` has what holds on the other releases.
+pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
 
 
-@pytest.fixture(autouse=True)
-def active(guard, monkeypatch):
-    monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "2")
-    guard.activate()
+@pytest.fixture
+def variables():
+    return {"FLASHINFER_WSFIX_WORKSPACE_MIB": "2"}
 
 
 @pytest.fixture
 def dirty_memory():
-    """What torch.empty() returns is full of ones, as memory that was in use before may be."""
-    torch.use_deterministic_algorithms(True)
+    """What torch.empty() returns is full of ones, as memory that was in use before may be.
+
+    `use_deterministic_algorithms()` does the same and imports torch's compiler, which takes seconds.
+    """
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture
@@ -479,8 +482,11 @@ def mm_bf16(flashinfer):
 
 
 @pytest.mark.parametrize("gemm", [bmm_fp8, mm_bf16])
-def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(gemm, flashinfer, cudnn, guard, made):
+def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(
+    gemm, flashinfer, gemm_base, cudnn, guard, made, monkeypatch
+):
     """The real tuner over several profiles of the real dispatch: scratch is zeroed, few, and gone afterwards."""
+    monkeypatch.setattr(gemm_base, "DEFAULT_WORKSPACE_SIZE", OWN)
     graph = fakes.Graph(MORE, write=7, cost=0.5)
     cudnn.make_graph = lambda: graph
     with fakes.stub_runners():

@@ -21,10 +21,10 @@ NAME = "bmm_fp8_workspace"
 @pytest.fixture(autouse=True)
 def ground(guard):
     """The guard is active; torch says that there is a device, and what is empty is full of ones."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     with fakes.available():
         yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture

@@ -364,10 +364,10 @@ def quick(guard, monkeypatch, caplog):
     monkeypatch.setenv("FLASHINFER_WSFIX_WORKSPACE_MIB", "2")
     guard.activate()
     caplog.set_level(logging.CRITICAL, "flashinfer_wsfix")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     with mock.patch.object(arguments, "tensors", functools.cache(arguments.tensors)):
         yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def test_whatever_happens_the_contract_holds(quick, release):

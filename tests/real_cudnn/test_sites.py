@@ -50,7 +50,6 @@ def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     flashinfer_wsfix.activate("test")
     (target,) = [target for target in flashinfer_wsfix.status().targets if target.name == "flashinfer"]
     assert target.state == "guarded"
-    assert len(target.sites) == (10 if LATE in sys.modules else 8)
 
 
 class Watched:

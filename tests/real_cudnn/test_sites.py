@@ -11,9 +11,9 @@ import flashinfer
 import flashinfer_wsfix
 import pytest
 import torch
+from backends import first_generation
 from flashinfer_wsfix.sites import LANES
 from gpus import GPUS
-from test_plans import first_generation
 
 import arguments
 import memory

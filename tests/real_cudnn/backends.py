@@ -68,6 +68,14 @@ def build_stubs() -> Path:
     return folder
 
 
+def first_generation() -> int:
+    """Bytes of a lane's first generation where nobody asks for another size: the package's own table says."""
+    from flashinfer_wsfix import settings
+
+    row = next(row for row in settings.SETTINGS if row.field == "workspace_bytes")
+    return int(str(row.parse(row.default)))
+
+
 def prepare(versions: Sequence[str] = VERSIONS) -> None:
     """Fetch and build what processes on these backends need, two things at a time."""
     import torch

@@ -167,3 +167,85 @@ def test_auto_tune_cache(affected: Environment) -> None:
     found = affected.ask()
     assert (states(found), findings(found)) == ("GGGA", ["D3 beyond the gate", *["auto-tune cache"] * 2])
     assert all("runner 1 times" in row["sentence"] for row in found["findings"] if row["name"] == "auto-tune cache")
+
+
+def test_sglang_with_the_plugin_alone(affected: Environment) -> None:
+    """Some of its processes never load plugins: they are named, and `enable` is advised, which guards them."""
+    affected.add(hosts.sglang("0.5.20"))
+    found = affected.ask()
+    assert (found["sentence"], findings(found)) == (BY_PLUGIN, ["plugin only"])
+    named = next(row["sentence"] for row in found["findings"] if row["name"] == "plugin only")
+    assert all(word in named for word in ("scheduler actor of --use-ray", "diffusion workers", "encoder workers"))
+    assert advice(found, "plugin only").startswith("Run `flashinfer-wsfix enable`")
+    affected.run("enable")
+    found = affected.ask()
+    assert (found["sentence"], findings(found)) == (UNTRIED, [])
+
+
+def test_tensorrt_llm(affected: Environment) -> None:
+    """It loads no plugins, and its MPI workers need not get PYTHONPATH: the start-up file."""
+    affected.declare("tensorrt_llm", "1.3.0rc18")
+    found = affected.ask()
+    assert findings(found) == ["not active"]
+    assert found["environment"]["tensorrt_llm"] == "1.3.0rc18"
+    affected.variables["PYTHONPATH"] = str(affected.site_packages / "flashinfer_wsfix" / "bootstrap")
+    found = affected.ask()
+    assert findings(found) == ["PYTHONPATH alone"]
+    assert "by this PYTHONPATH, where it is inherited" in found["sentence"]
+    (row,) = (row for row in found["activation"] if row["where"] == "workers of TensorRT-LLM")
+    assert row["active"] is False
+    affected.run("enable")
+    assert findings(affected.ask()) == []
+
+
+def test_ray_with_pythonpath_alone(affected: Environment) -> None:
+    """A worker of a cluster that was started elsewhere comes up without it."""
+    affected.declare("ray", "2.50")
+    affected.variables["PYTHONPATH"] = str(affected.site_packages / "flashinfer_wsfix" / "bootstrap")
+    found = affected.ask()
+    assert found["sentence"] == UNTRIED.replace("guarded;", "guarded by this PYTHONPATH, where it is inherited;")
+    assert findings(found) == ["PYTHONPATH alone"]
+    assert "Ray workers of a cluster that was started elsewhere" in str(found["findings"])
+    affected.run("enable")
+    assert findings(affected.ask()) == []
+
+
+def test_the_second_ray_executor_of_vllm_copies_the_environment(affected: Environment) -> None:
+    """There only the Ray data-parallel backend goes by the prefixes."""
+    affected.run("enable")
+    affected.add(hosts.vllm("0.28.0"))
+    affected.declare("ray", "2.50")
+    executor = affected.site_packages / "vllm" / "v1" / "executor"
+    executor.mkdir(parents=True)
+    (executor / "ray_executor_v2.py").touch()
+    affected.variables = {"FLASHINFER_WSFIX_WORKSPACE_MIB": "64"}
+    (told,) = (row["sentence"] for row in affected.ask()["findings"] if row["name"] == "Ray")
+    assert "workers of its Ray data-parallel backend do not get" in told
+    affected.variables["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+    (told,) = (row["sentence"] for row in affected.ask()["findings"] if row["name"] == "Ray")
+    assert "vLLM's Ray workers do not get" in told
+
+
+def test_binaries_of_another_version_than_flashinfer(affected: Environment) -> None:
+    """That crashes on its own, with the check bypassed; a build's suffix is no other version."""
+    affected.run("enable")
+    affected.declare("flashinfer-jit-cache", "0.6.14+cu130")
+    assert findings(affected.ask()) == []
+    affected.declare("flashinfer-cubin", "0.6.12")
+    found = affected.ask()
+    assert findings(found) == ["mismatched FlashInfer"]
+    told = "flashinfer-cubin is 0.6.12 and FlashInfer 0.6.14: that crashes on its own"
+    assert told in found["findings"][-1]["sentence"] + found["findings"][0]["sentence"]
+    affected.variables["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
+    assert "FLASHINFER_DISABLE_VERSION_CHECK lets it pass" in str(affected.ask()["findings"])
+
+
+def test_a_start_up_file_that_fails(affected: Environment) -> None:
+    """Its error is told, by a doctor that runs from elsewhere; what it says in each interpreter is the same."""
+    affected.run("enable")
+    (affected.site_packages / "flashinfer_wsfix" / "activation.py").write_text("raise RuntimeError('broken')")
+    affected.cwd = ROOT
+    ran = affected.run("doctor")
+    assert ran.returncode == 1
+    assert "The start-up file fails in new processes: RuntimeError('broken')." in ran.stdout
+    assert ran.stderr.startswith("flashinfer-wsfix: NOT guarded here, its start-up file failed")

@@ -151,3 +151,51 @@ def test_unknown_flashinfer(environment: Environment) -> None:
     found = environment.ask()
     assert (states(found), findings(found)) == ("OOAA", ["unsupported FlashInfer"])
     assert found["environment"]["flashinfer"] == "of unknown version"
+
+
+# --- what cuDNN's version is, and which GPU this is -------------------------------------------------------------------
+
+
+def put_frontend(environment: Environment, version: int) -> None:
+    """A cuDNN frontend that says which backend it loaded, as FlashInfer asks it."""
+    (environment.site_packages / "cudnn.py").write_text(f"def backend_version(): return {version}\n")
+
+
+def test_the_cudnn_that_is_loaded_counts(affected: Environment) -> None:
+    """LD_LIBRARY_PATH may name an older one than the wheel: both are told, and D3 applies."""
+    affected.put_gpu(*RTX)
+    affected.declare("nvidia-cudnn-cu13", "9.23.1.2")
+    assert states(affected.ask()) == "OOAA"
+    put_frontend(affected, 91002)
+    found = affected.ask()
+    assert (states(found), found["environment"]["cudnn"]) == ("OOOA", "9.10.2")
+    (finding,) = (row for row in found["findings"] if row["name"] == "unused cuDNN")
+    assert "gets cuDNN 9.10.2; nvidia-cudnn-cu13 9.23.1.2 lies unused" in finding["sentence"]
+    assert "LD_LIBRARY_PATH" in finding["advice"]
+    assert "9.10.2, as cudnn.backend_version() says" in affected.run("doctor").stdout
+
+
+def test_two_cudnn_wheels(affected: Environment) -> None:
+    """Where nobody can be asked which is loaded, nothing is claimed; then the other one is named."""
+    affected.put_gpu(*RTX)
+    affected.declare("nvidia-cudnn-cu12", "9.10.2.21")
+    affected.declare("nvidia-cudnn-cu13", "9.23.1.2")
+    assert states(affected.ask()) == "OOUA"
+    put_frontend(affected, 92301)
+    found = affected.ask()
+    assert (states(found), findings(found)) == ("OOAA", ["not active", "unused cuDNN"])
+    assert "nvidia-cudnn-cu12 9.10.2.21 lies unused" in found["findings"][1]["sentence"]
+    assert "own the same files" in advice(found, "unused cuDNN")
+
+
+def test_a_gpu_that_does_not_answer_is_not_none(affected: Environment) -> None:
+    """As just after an Xid: within seconds it is said that the GPU is unknown."""
+    affected.put_gpu(*RTX)
+    (affected.folder / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    affected.declare("nvidia-cudnn-cu13", "9.20.0")
+    found = affected.ask()
+    assert (states(found), findings(found)) == ("OOUA", ["not active", "GPU unknown"])
+    assert "which GPU is here is unknown (nvidia-smi: exit status 9)" in found["defects"][2]["sentence"]
+    printed = affected.run("doctor").stdout
+    assert "unknown (nvidia-smi: exit status 9)" in printed
+    assert "GPU was found" not in printed and "GPU\n" not in printed

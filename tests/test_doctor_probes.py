@@ -6,6 +6,8 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from flashinfer_wsfix.cli import doctor
@@ -14,6 +16,7 @@ from flashinfer_wsfix.cli.doctor import environment as environment_of
 
 import hosts
 import machines
+import releases
 from machines import AFFECTED, ROOT, RTX, SITE_PACKAGES, UNTRIED, Environment, findings, make_flashinfer, states
 
 environment, affected = machines.environment, machines.affected
@@ -119,7 +122,7 @@ def test_children_that_say_nothing() -> None:
 
 def test_cudnn_that_came_from_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library says 92301 for 9.23.1."""
-    monkeypatch.setattr(environment_of, "python", lambda code, seconds: {"asked": False, "number": 92301})
+    monkeypatch.setattr(environment_of, "python", lambda code: 92301)
     monkeypatch.setattr(environment_of, "version_of", lambda wheel: None)
     assert environment_of._cudnn() == {"cudnn": "9.23.1", "cudnn_asked": False, "cudnn_wheels": {}}
 
@@ -170,3 +173,60 @@ def test_every_python(version: str, flags: list[str]) -> None:
     assert ran.stderr == ""
     assert "probe failed" not in ran.stdout
     assert "a spawned process: NOT active" in ran.stdout
+
+
+def test_a_hung_program_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver may never let it go: it is not waited for, not even by way of a child that holds its pipe."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\nsleep 60 &\ntrap '' TERM\nsleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(environment_of, "NVIDIA_SMI", [str(script)])
+    monkeypatch.setattr(environment_of, "NVIDIA_SMI_SECONDS", 1)
+    began = time.monotonic()
+    found = environment_of._gpus()
+    assert time.monotonic() - began < 20
+    assert found == {"gpus": [], "gpus_unknown": "nvidia-smi: no answer within 1 s"}
+
+
+def test_equal_gpus_are_one_line() -> None:
+    gpus = [{"name": name, "capability": "12.0", "driver": "580.95"} for name in ("A", "B", "A", "A")]
+    environment = dict.fromkeys(environment_of.ENVIRONMENT) | environment_of.NOTHING | {"gpus": gpus}
+    lines = [line.split(None, 1)[1] for line in printer._environment(environment) if " GPU " in line]
+    assert lines == [
+        "3 x A, compute capability 12.0, driver 580.95",
+        "B, compute capability 12.0, driver 580.95",
+    ]
+
+
+def test_children_come_up_with_the_flags_of_the_doctor(affected: Environment) -> None:
+    """Under -I and -E a sitecustomize on PYTHONPATH is ignored: what is started so is not guarded."""
+    ours = affected.site_packages / "flashinfer_wsfix" / "bootstrap"
+    affected.variables["PYTHONPATH"] = str(ours)
+    assert states(affected.ask()) == "GGUA"
+    for flags in (["-I"], ["-E"]):
+        found = affected.ask(*flags)
+        assert (states(found), findings(found)) == ("OOUA", ["not active"])
+    affected.variables.clear()
+    affected.run("enable")
+    assert states(affected.ask("-I")) == "GGUA"
+    affected.variables["PYTHONPATH"] = f"{affected.site_packages}:{releases.fetch('0.6.14')}"
+    assert states(affected.ask("-S")) == "OOUA"
+
+
+def test_the_trial_imports_what_servers_import(environment: Environment) -> None:
+    """What only a module shows that FlashInfer imports late is not tried, since no server may ever import it."""
+    source = make_flashinfer(environment, "{}")
+    late = source.with_name("gemm_bf16_fp4_cudnn.py")
+    late.write_text("open(__file__ + '.was-imported', 'w')\n")
+    environment.run("enable")
+    assert states(environment.ask()) == "GGAA"
+    assert not late.with_name(late.name + ".was-imported").exists()
+
+
+def test_what_to_gather_where_it_is_guarded_and_still_dies(affected: Environment) -> None:
+    assert "still dies" not in affected.run("doctor").stdout
+    affected.run("enable")
+    printed = affected.run("doctor").stdout
+    gather = printed[printed.index("Guarded, and it still dies") :]
+    for word in ("status()", "FLASHINFER_WSFIX=observe", "core dump", "--enforce-eager", "--json"):
+        assert word in gather

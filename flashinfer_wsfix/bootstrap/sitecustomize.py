@@ -11,26 +11,25 @@ OTEL_LAUNCHER = "opentelemetry-instrument"
 
 
 def _activate():
-    if sys.version_info < (3, 10):  # it could not read the package
+    if sys.version_info < (3, 10):  # noqa: UP036  # it could not read the package
         return
     try:
         from flashinfer_wsfix.activation import activate
 
         activate("sitecustomize")
     except BaseException:
-        if _is_installed():
-            _complain("NOT guarded here, because of an error of ours: %r" % sys.exc_info()[1])  # noqa: UP031
-
-
-def _is_installed():
-    from importlib.util import find_spec
-
-    return getattr(find_spec("flashinfer_wsfix"), "origin", None) is not None
+        _complain("NOT guarded here, because of an error of ours: %r" % sys.exc_info()[1])  # noqa: UP031
 
 
 def _complain(sentence):
-    if sys.stderr:
-        sys.stderr.write("flashinfer-wsfix: %s.\n" % sentence)  # noqa: UP031
+    """Write a line to standard error, if the package is there; where it is not, there is nothing to say."""
+    try:
+        from importlib.util import find_spec
+
+        if getattr(find_spec("flashinfer_wsfix"), "origin", None):
+            sys.stderr.write("flashinfer-wsfix: %s.\n" % sentence)  # noqa: UP031
+    except Exception:  # no standard error, or one that takes nothing
+        pass
 
 
 def _look_for_opentelemetry():

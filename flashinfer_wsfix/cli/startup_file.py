@@ -22,10 +22,12 @@ _ACTIVATE = """\
 try:
  from flashinfer_wsfix.activation import activate; activate('start-up file')
 except BaseException as error:
- from importlib.util import find_spec
- if getattr(find_spec('flashinfer_wsfix'), 'origin', None) and not hasattr(sys, 'flashinfer_wsfix_error'):
-  sys.flashinfer_wsfix_error = repr(error)
-  if sys.stderr: sys.stderr.write('flashinfer-wsfix: NOT guarded here, its start-up file failed: %r\\n' % error)
+ try:
+  from importlib.util import find_spec
+  if getattr(find_spec('flashinfer_wsfix'), 'origin', None) and not hasattr(sys, 'flashinfer_wsfix_error'):
+   sys.flashinfer_wsfix_error = repr(error)
+   sys.stderr.write('flashinfer-wsfix: NOT guarded here, its start-up file failed: %r\\n' % error)
+ except Exception: pass
 """
 
 # A line of a .pth file cannot hold a try statement, so it is in a string.

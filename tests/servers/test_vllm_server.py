@@ -1,6 +1,7 @@
 """In a running vLLM, every worker is guarded by the route expected, and the doctor's word is what the workers show."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -101,7 +102,8 @@ def test_a_running_server(tmp_path, wheel, model, name):
             assert small != flat and not called["mapped"][0], "stock moves, and frees what graphs may hold"
             assert called["own"] == [small, small, flat, grown]
     if set_up.guarded:
-        assert log.count("flashinfer-wsfix[") >= set_up.workers and "all guarded" in log
+        line = f"(activated by {', '.join(set_up.routes)})"
+        assert len(re.findall(r"flashinfer-wsfix\[\d+\]: .*" + re.escape(line), log)) >= set_up.workers
     if set_up.routes is None:
         assert "flashinfer-wsfix" not in log and "flashinfer_wsfix" not in log, "nothing of ours ran"
     assert "Traceback" not in log
@@ -112,5 +114,8 @@ def test_a_running_server(tmp_path, wheel, model, name):
     assert said["problem"] is not set_up.guarded
     assert (defects["D1"]["state"], defects["D1"]["guarded"]) == ("applies", set_up.guarded)
     assert defects["D2"]["guarded"] is set_up.guarded
+    if set_up.guarded:
+        told = {route for row in said["activation"] for route in row["routes"]}
+        assert {route.removeprefix("vLLM ") for route in set_up.routes} <= told, "by the same routes"
     if set_up.done == "uninstall":
         assert "orphaned start-up file" in {finding["name"] for finding in said["findings"]}

@@ -52,7 +52,7 @@ def test_a_reviewer_can_read_it(enabled):
     text = (enabled.site / FILE).read_text(encoding="ascii")
     comment, line = text.splitlines()
     assert comment.startswith("#") and "flashinfer-wsfix disable" in comment
-    assert line.startswith("import ") and len(line) < 500
+    assert line.startswith("import ") and len(line) < 550
     assert stat.S_IMODE((enabled.site / FILE).stat().st_mode) & 0o444 == 0o444
 
 
@@ -267,6 +267,15 @@ def test_a_start_file_is_inert_once_the_package_is_gone(enabled_3_15):
     shutil.rmtree(enabled_3_15.site / "flashinfer_wsfix")
     _, call = entry_points(enabled_3_15)
     assert output([enabled_3_15.python, "-c", call + "print('ran')"]) == "ran"
+
+
+def test_a_start_file_says_in_one_line_what_failed(enabled_3_15):
+    """As the .pth file does."""
+    _, call = entry_points(enabled_3_15)
+    (enabled_3_15.site / FILE).unlink()
+    (enabled_3_15.site / "flashinfer_wsfix/__init__.py").write_text("raise RuntimeError('x')")
+    ran = run([enabled_3_15.python, "-c", call + "print('ran')"])
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ran\n", FAILED.format("RuntimeError('x')"))
 
 
 def test_where_the_last_of_the_three_cannot_be_written_none_stays(environment):

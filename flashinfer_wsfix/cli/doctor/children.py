@@ -11,12 +11,10 @@ NAME = "flashinfer_wsfix"  # of the package and of its entry points
 
 _MARK = "flashinfer-wsfix:"  # before the answer: a sitecustomize may print as well
 
-# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there? ("hook" held the
-# routes in version 0.1.0, which the environment that is judged may have.)
+# An expression, so that a spawned process can evaluate it: is our hook there, and who put it there?
 _ACTIVE = (
-    "(any(type(finder).__module__.startswith('flashinfer_wsfix.') for finder in __import__('sys').meta_path),"
-    " list(next((module.routes for module in map(__import__('sys').modules.get,"
-    " ('flashinfer_wsfix.state', 'flashinfer_wsfix.hook')) if hasattr(module, 'routes')), ())))"
+    "(any(type(finder).__module__ == 'flashinfer_wsfix.importer' for finder in __import__('sys').meta_path),"
+    " list(getattr(__import__('sys').modules.get('flashinfer_wsfix.state'), 'routes', ())))"
 )
 
 # What a server sees that is started here: sys.path without the working directory, which `-c` puts first. ``installed``
@@ -64,18 +62,19 @@ target = status().targets[0]
 print("{_MARK}" + json.dumps(dict(state=target.state, reason=target.reason, sites=target.sites)))
 """
 
-# As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first. And
-# for containers without the frontend, whose cuDNN did not come from a wheel.
+# As FlashInfer gets it: torch comes first and may bring one, then cuDNN's frontend loads the one it finds first.
 CUDNN = f"""
-import contextlib, ctypes, json
+import contextlib, json
 with contextlib.suppress(Exception):
     import torch
-try:
-    import cudnn
-    asked, number = True, cudnn.backend_version()
-except Exception:
-    asked, number = False, ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
-print("{_MARK}" + json.dumps(dict(asked=asked, number=number)))
+import cudnn
+print("{_MARK}" + json.dumps(cudnn.backend_version()))
+"""
+
+# For containers without the frontend, whose cuDNN did not come from a wheel.
+LIBCUDNN = f"""
+import ctypes
+print("{_MARK}%d" % ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
 """
 
 

@@ -3,12 +3,13 @@
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from ... import __version__
 from ..installed import version_of
-from .children import CUDNN, NoAnswer, python, run
+from .children import CUDNN, LIBCUDNN, NoAnswer, python, run
 
 # Each by its name for people and the distribution that brings it, where one does.
 ENVIRONMENT = {
@@ -40,16 +41,17 @@ def _cudnn() -> dict[str, Any]:
     """Say which cuDNN FlashInfer gets: what the frontend loads counts, and the wheel's metadata only without one."""
     wheels = {wheel: version for wheel in CUDNN_WHEELS if (version := version_of(wheel)) is not None}
     found = {"cudnn": next(iter(wheels.values()), None), "cudnn_asked": False, "cudnn_wheels": wheels}
-    if wheels and find_spec("cudnn") is None:
-        return found
-    try:
-        answer = python(CUDNN, seconds=60)
-    except NoAnswer:
-        return found
-    if answer["asked"] or not wheels:
-        number = answer["number"]  # 92301 for 9.23.1
-        found.update(cudnn=f"{number // 10000}.{number // 100 % 100}.{number % 100}", cudnn_asked=answer["asked"])
+    has_frontend = find_spec("cudnn") is not None
+    with suppress(NoAnswer):
+        if has_frontend:
+            found.update(cudnn=_version(python(CUDNN, seconds=60)), cudnn_asked=True)
+        elif not wheels:
+            found["cudnn"] = _version(python(LIBCUDNN))
     return found
+
+
+def _version(number: int) -> str:
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # 92301 for 9.23.1
 
 
 def _gpus() -> dict[str, Any]:

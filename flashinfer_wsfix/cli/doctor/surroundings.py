@@ -19,7 +19,7 @@ CHECK_OFF = "FLASHINFER_DISABLE_VERSION_CHECK"  # any value but the empty one
 def of_packages(case: Case) -> Iterator[Finding]:
     """Compare FlashInfer's binaries with its code: a mismatch is a cause of its own."""
     flashinfer = case.environment["flashinfer"]
-    for key in ("flashinfer_cubin", "flashinfer_jit_cache") if parsed(flashinfer) else ():
+    for key in ("flashinfer_cubin", "flashinfer_jit_cache") if any(parsed(flashinfer)) else ():  # 0.0.0: a source tree
         (name, _), version = ENVIRONMENT[key], case.environment[key]
         if version is None or version.partition("+")[0] == flashinfer.partition("+")[0]:  # 0.6.14+cu130
             continue

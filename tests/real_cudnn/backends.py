@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import releases  # noqa: E402
 
-VERSIONS = ("9.20.0.48", "9.28.1.4")  # what vLLM 0.30's torch brings, and the newest
+VERSIONS = ("9.20.0.48", "9.28.1.4")  # the one of vLLM #55571, and the newest
 BACKEND = "nvidia-cudnn-cu13"
 FRONTEND = "nvidia-cudnn-frontend==1.32.0"
 PLANNER = ("cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1")  # what the frontend's planner imports

@@ -1,8 +1,8 @@
 """What real cuDNN's plans ask for on FlashInfer's own graphs, by GPU and cuDNN version, against what a workspace has.
 
 ``tox -q run -e cudnn -- python benchmarks/cudnn_sizes.py [--minutes M] [--table] [--svg FILE]`` prints one JSON
-document, or a table, and draws it. No GPU is needed: cuDNN is told of one. M minutes are spent on each version, two of
-them at a time, on as many graphs as that allows: from 9.23 on cuDNN compiles each plan that it builds.
+document, or a table, and draws it. No GPU is needed: cuDNN is told of one. M minutes are spent, on as many graphs as
+that allows: few on the newest cuDNN, which compiles each plan that it builds.
 """
 
 import argparse
@@ -21,12 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "real_cudnn"), str(ROOT / "tests"), str(ROOT)]
 
 import backends  # noqa: E402
-from flashinfer_wsfix import settings  # noqa: E402
 from gpus import GPUS, Gpu  # noqa: E402
 
 MIB = 1 << 20
-VERSIONS = (backends.VERSIONS[0], "9.23.2.1", backends.VERSIONS[1])
-KINDS = ("fp8", "bf16", "fp4", "mxfp8", "bf16_fp4")  # those of FlashInfer's sites
+KINDS = ("fp4", "mxfp8", "fp8", "bf16", "bf16_fp4")  # those of FlashInfer's sites, the fewest plans first
 
 # Rows of a batch, and the weights of language models from 2,048 wide to a vocabulary of 151,936; then batched ones.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -37,17 +35,10 @@ WEIGHTS = (
 BATCHED = ((512, 2048), (2048, 2048), (4096, 4096))
 
 
-def first_generation() -> int:
-    """Bytes of a lane's first generation by default."""
-    row = next(row for row in settings.SETTINGS if row.field == "workspace_bytes")
-    return int(str(row.parse(row.default)))
-
-
-def graphs() -> list[tuple[tuple[int, int, int, int], Gpu, str]]:
-    """List (M, N, K and batch), GPU and kind of every graph, in an order that is mixed and always the same."""
-    shapes = [(m, n, k, 1) for m, (n, k) in itertools.product(ROWS, WEIGHTS)]
-    shapes += [(m, n, k, batch) for batch, m, (n, k) in itertools.product((8, 64), ROWS[::3], BATCHED)]
-    listed = list(itertools.product(shapes, GPUS, KINDS))
+def shapes() -> list[tuple[int, int, int, int]]:
+    """List M, N, K and batch of every shape, in an order that is mixed and always the same."""
+    listed = [(m, n, k, 1) for m, (n, k) in itertools.product(ROWS, WEIGHTS)]
+    listed += [(m, n, k, batch) for batch, m, (n, k) in itertools.product((8, 64), ROWS[::3], BATCHED)]
     random.Random(0).shuffle(listed)
     return listed
 
@@ -66,7 +57,7 @@ def read(minutes: float) -> dict[str, Any]:
         with builders.on(gpu):
             graph = builders.PLAIN[kind](builders.Shape(16, 4096, 4096), builders.ENGINE_0)
         rows[gpu.name]["engine_0"].add(graph.get_workspace_size())
-    for shape, gpu, kind in graphs():
+    for shape, kind, gpu in itertools.product(shapes(), KINDS, GPUS):
         if time.monotonic() > deadline:
             break
         with builders.on(gpu):
@@ -87,8 +78,8 @@ def read(minutes: float) -> dict[str, Any]:
 
 
 def measure(minutes: float) -> dict[str, Any]:
-    """Read every version in a process of its own, two at a time."""
-    backends.prepare(VERSIONS)
+    """Read both versions, each in a process of its own."""
+    backends.prepare()
 
     def child(version: str) -> Any:
         command = [sys.executable, __file__, "--read", str(minutes)]
@@ -98,7 +89,7 @@ def measure(minutes: float) -> dict[str, Any]:
         return json.loads(done.stdout.splitlines()[-1])
 
     with ThreadPoolExecutor(2) as pool:
-        versions = dict(zip(VERSIONS, pool.map(child, VERSIONS), strict=True))
+        versions = dict(zip(backends.VERSIONS, pool.map(child, backends.VERSIONS), strict=True))
     return {"flashinfer": backends.FLASHINFER, "frontend": backends.FRONTEND, "versions": versions}
 
 
@@ -121,7 +112,7 @@ class Row:
 
 def table(result: dict[str, Any]) -> Iterator[str]:
     """Format the result: a row for each GPU, in bytes, and a line for each version below."""
-    stock, first = stock_of(result), first_generation()
+    stock, first = stock_of(result), backends.first_generation()
     heads = ["GPU", "SM", "engine 0 asks for"]
     heads += [f"largest other (plans), cuDNN {short(version)}" for version in result["versions"]]
     heads += [f"over {stock // MIB} MiB", f"over {first // MIB} MiB"]
@@ -133,7 +124,9 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         if row.over_stock:
             over += ", all engine 0" if max(row.other.values()) <= stock else ", NOT ALL engine 0"
         cells = [gpu.name, str(gpu.sm), " or ".join(f"{nbytes:,}" for nbytes in row.engine_0)]
-        cells += [f"{nbytes:,} ({row.read[version]:,})" for version, nbytes in row.other.items()]
+        cells += [
+            f"{nbytes:,} ({row.read[version]:,})" if row.read[version] else "-" for version, nbytes in row.other.items()
+        ]
         cells += [over, "none" if row.largest <= first else "YES"]
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -159,7 +152,7 @@ def picture(result: dict[str, Any]) -> Iterator[str]:
     """Draw the result: for each GPU a bar up to the largest of the other plans, and a dot where engine 0 is."""
     from picture import STYLE, text
 
-    stock, first = stock_of(result), first_generation()
+    stock, first = stock_of(result), backends.first_generation()
     width, height = LEFT + 44 * PER_MIB + 240, TOP + len(GPUS) * LINE + 46
     names = " and ".join(f"{nbytes // MIB} MiB" for nbytes in (stock, first))
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -194,7 +187,7 @@ def picture(result: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4, help="for each version of cuDNN (default: 4)")
+    parser.add_argument("--minutes", type=float, default=4, help="of reading (default: 4)")
     parser.add_argument("--table", action="store_true", help="print a table")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw it into this file")
     parser.add_argument("--read", type=float, help=argparse.SUPPRESS)

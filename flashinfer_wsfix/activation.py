@@ -18,8 +18,9 @@ def activate(route: str = "call") -> None:
     ``FLASHINFER_WSFIX_STRICT=1``.
     """
     try:
-        if route not in state.routes:
-            state.routes.append(route)
+        if route not in state.routes and not (state.routes and route == "import"):
+            # Whoever has a route of its own may have imported the package as well: that one counts alone only.
+            state.routes[:] = [known for known in state.routes if known != "import"] + [route]
         _FINDER.install()
         _look()
     except Exception as error:

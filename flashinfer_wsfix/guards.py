@@ -232,8 +232,11 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
         if not is_guarded(original):
             patches.append(Patch(sys.modules[module], name, original, Guard(original, wrapper)))
 
+    wrapped = []
     for function in functions:
-        if f"{function.module}.{function.name}" in verdict.sites and is_complete(function.module):
+        name = f"{function.module}.{function.name}"
+        if name in verdict.sites and is_complete(function.module):
+            wrapped.append(name)
             (parameter,) = resized(function.code)
             replace(function.module, function.name, make(parameters(function.code).index(parameter), parameter))
     for row in GATES if config.mode == "on" else ():
@@ -244,4 +247,4 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     if type(cache) is dict:
         kept = workspace.RetiringCache(cache, keeps=config.mode == "on")
         patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, kept))
-    return verdict, patches, version
+    return verdict._replace(sites=tuple(wrapped)), patches, version

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import __version__, settings, state
+from . import settings, state
 from .detection import Verdict
 from .names import CUTLASS_MLA
 
@@ -84,7 +84,7 @@ def status() -> Status:
     workspace = sys.modules.get(f"{__package__}.workspace")
     with state.lock:
         return Status(
-            version=__version__,
+            version=sys.modules[__package__].__version__,
             pid=os.getpid(),
             routes=tuple(state.routes),
             targets=tuple(TargetStatus(name, state.versions.get(name), *verdict_of(name)) for name in HOSTS),

@@ -17,6 +17,7 @@ from .presizing import presize
 from .sites import LANES, SM100_WORKSPACE, WARMUP
 
 LOCAL = "_wsfix_local"  # on a buffer of one captured call: nobody else's to use
+VIEW = "_wsfix_view"  # on a generation: what vLLM has of it, unarmed, since it must work without us as well
 
 
 class _Asking:
@@ -49,20 +50,22 @@ def _lane_of(instance: Any) -> lanes.Lane:
         known = [generation.data_ptr() for generation in lane.generations]
         if buffer.data_ptr() not in known and not hasattr(buffer, LOCAL):
             smaller = bool(known) and buffer.numel() < lane.generations[-1].numel()
+            setattr(buffer, VIEW, buffer)
             lane.generations.insert(0 if smaller else len(known), buffer)
         return lane
 
 
 def _publish(instance: Any, lane: lanes.Lane, buffer: torch.Tensor) -> None:
-    """Give vLLM its own, unarmed view of a buffer: it must work without us as well."""
+    """Give vLLM the newest generation, or ``buffer`` where that is larger: of one call alone."""
     with state.lock:
-        newest = lane.generations[-1]
-        if newest.numel() < buffer.numel():  # of a call that is being captured
+        newest = lane.generations[-1]  # not `buffer`: another thread may have grown the lane further since
+        if newest.numel() < buffer.numel():
             instance._workspace_buf = buffer.detach()
             setattr(instance._workspace_buf, LOCAL, True)
-        elif newest.data_ptr() != instance._workspace_buf.data_ptr():
-            # Not `buffer`: another thread may have grown the lane further since.
-            instance._workspace_buf = newest.detach()
+            return
+        if not hasattr(newest, VIEW):
+            setattr(newest, VIEW, newest.detach())
+        instance._workspace_buf = getattr(newest, VIEW)
 
 
 def workspace_guard(ensure_size: FunctionType) -> Wrapper:

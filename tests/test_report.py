@@ -81,6 +81,39 @@ def test_status_before_anything_is_pending():
 
 
 @fresh.process
+def test_looking_does_not_activate():
+    """The class for --worker-extension-cls tells the state of a process that it did not change."""
+    fresh.flashinfer("0.6.14")
+    worker = importlib.import_module("flashinfer_wsfix.report").WorkerStatus()
+    importlib.import_module("flashinfer")
+    found = worker.flashinfer_wsfix_status()
+    assert (found["routes"], found["targets"][0]["state"]) == ((), "disabled")
+    assert not any(type(finder).__module__.startswith("flashinfer_wsfix") for finder in sys.meta_path)
+
+
+@fresh.process
+def test_the_route_that_is_said_is_the_one_that_activated():
+    """Also where FlashInfer came first, as in SGLang's scheduler: the plugin's import is no route of its own."""
+    fresh.flashinfer("0.6.14")
+    importlib.import_module("flashinfer")
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix.startup").sglang_plugin()
+    assert "(activated by SGLang plugin)" in said.getvalue() and said.getvalue().count("\n") == 1
+    assert importlib.import_module("flashinfer_wsfix").status().routes == ("SGLang plugin",)
+
+
+@fresh.process
+def test_that_it_is_off_is_said_once_for_both_hosts():
+    os.environ["FLASHINFER_WSFIX"] = "0"
+    said = fresh.listen()
+    package = start()
+    patching = importlib.import_module("flashinfer_wsfix.patching")
+    patching.refresh("vllm")
+    assert [target.state for target in package.status().targets] == ["disabled", "disabled"]
+    assert said.getvalue().count("nothing is guarded") == 1
+
+
+@fresh.process
 def test_a_verdict_is_said_once():
     said = fresh.listen()
     package = start()

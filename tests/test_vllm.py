@@ -194,7 +194,7 @@ assert ask(2 * MIB, small).numel() == 2 * MIB
 """)
 
 
-@pytest.mark.parametrize("ours", ["_state_of", "_Asking", "_publish"])
+@pytest.mark.parametrize("ours", ["_lane_of", "_Asking", "_publish"])
 def test_an_error_of_ours_leaves_vllms_own_growth(ours):
     """vLLM has what it asked for, and one warning says that it is unguarded."""
     logged = passes(f"""
@@ -204,7 +204,7 @@ sys.modules["flashinfer_wsfix.vllm"].{ours} = fail
 size = workspace.get_buf().numel()
 assert ask(size + 1).numel() == size + 1 and ask(2 * size).numel() == 2 * size
 """)
-    assert logged.count("WARNING") == logged.count("SM100Workspace runs UNGUARDED") == 1
+    assert logged.count("WARNING") == logged.count("SM100Workspace ran UNGUARDED") == 1
 
 
 @pytest.mark.parametrize("made_in, grown_in", [(True, False), (False, True), (True, True)])
@@ -379,8 +379,9 @@ USED = """
 flashinfer = import_flashinfer("0.6.14")
 FP8, BF16, FP4, MXFP8 = "bmm_fp8_workspace", "mm_bf16_workspace", "mm_fp4_workspace", "mm_mxfp8_workspace"
 cpu = torch.device("cpu")
-for name in (FP8, BF16, FP4):
-    flashinfer.utils._get_cache_buf(name, 32 * MIB, cpu)
+fakes.cudnn.backend = 92000  # so that both gates act
+for name in (FP8, BF16, FP4):  # as they are when FlashInfer made them before us: no lane began with them
+    dict.__setitem__(flashinfer.utils._cache_buf, (name, cpu), torch.zeros(32 * MIB, dtype=torch.uint8))
 def presized():
     return {lane.name: lane.nbytes // MIB for lane in flashinfer_wsfix.status().lanes if lane.generation}
 """
@@ -518,3 +519,27 @@ def test_a_guarded_flashinfer_is_never_advised_away():
 assert [target.state for target in flashinfer_wsfix.status().targets] == ["guarded", "guarded"]
 """, order=FLASHINFER + 'import flashinfer_wsfix\nimport_flashinfer("0.6.14")\nmla = hm.cutlass_mla()\n')  # fmt: skip
     assert "can be removed" not in logged and "keep flashinfer-wsfix" not in logged
+
+
+def test_a_lane_that_flashinfer_opens_after_us_is_there_before_any_warm_up():
+    """Its buffer is the beginning of generation 1; the warm-up finds it large enough."""
+    warms_up("""
+flashinfer.utils._cache_buf.clear()
+own = flashinfer.utils._get_cache_buf(FP4, 32 * MIB, cpu)
+assert presized() == {FP4: 40} and flashinfer_wsfix.status().lanes[0].address == own.data_ptr()
+""" + RUN + "assert presized() == {FP4: 40} and flashinfer_wsfix.status().growths == 0")
+
+
+def test_a_buffer_that_somebody_else_put_there_is_taken_over():
+    """Too small, it is replaced and kept; larger than ours, it is the newest generation."""
+    passes("""
+small = make(MIB)
+ask(3 * MIB, small)
+held = [memory.Handed.of(small.get_buf())]
+for size, asked, found in ((MIB, 3 * MIB, 4 * MIB), (9 * MIB, 5 * MIB, 9 * MIB), (MIB, 20 * MIB, 20 * MIB)):
+    small._workspace_buf = torch.zeros(size, dtype=torch.uint8)
+    held.append(memory.Handed.of(small.get_buf()))
+    assert ask(asked, small).numel() == found, (size, asked, small.get_buf().numel())
+    held.append(memory.Handed.of(small.get_buf()))
+assert all(at.is_alive() for at in held)
+""")

@@ -3,7 +3,11 @@
 ``python tests/cuda/run.py``: what the runtime itself does, then `tests/test_gpu.py` and this folder, two at a time, on
 the oldest and the newest affected release, on capabilities 9.0 and 12.0, on one and on two devices.
 ``python tests/cuda/run.py PYTEST-ARGUMENT ...``: this folder alone, on the newest release; ``--walks 200 -k walks``: a
-long random walk. ``python tests/cuda/run.py RELEASE COMMAND ...``: a command, such as ``flashinfer-wsfix demo``.
+long random walk. ``python tests/cuda/run.py planted [FAULT ...]``: planted faults, and which test finds each.
+``python tests/cuda/run.py RELEASE COMMAND ...``: a command, such as ``flashinfer-wsfix demo``.
+
+The runtime's settings and what it cannot do stand in `runtime/state.h`. What passes here passes on PyTorch's real CUDA
+host code over a simulated runtime; that is no GPU.
 """
 
 import os
@@ -15,6 +19,7 @@ from pathlib import Path
 HERE, TESTS = Path(__file__).parent, Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
+import faults  # noqa: E402
 from build import build  # noqa: E402
 
 import releases  # noqa: E402
@@ -51,6 +56,8 @@ def run(release: str, capability: str, devices: int, what: tuple[object, ...]) -
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["planted"]:
+        return faults.main(arguments[1:], environment(NEWEST, "12.0", 2))
     if arguments and arguments[0] in releases.AFFECTED:
         return subprocess.run(arguments[1:], env=environment(arguments[0])).returncode
     if arguments:

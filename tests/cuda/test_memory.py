@@ -1,8 +1,11 @@
 """Memory: what harms stock, what is kept, what it costs, where it runs out, and on which device it is."""
 
 import contextlib
+import ctypes
 import gc
 import os
+import threading
+import time
 import warnings
 
 import gemm
@@ -51,8 +54,9 @@ def test_the_memory_of_no_call_is_handed_out_again() -> None:
         ends = [(other.data_ptr(), other.data_ptr() + other.numel()) for other in others]
         return sum(a < end and start < b for start, end in ends for a, b in spans)
 
-    assert stock(question, FAKECUDA_MIB=640) > 0
-    assert guarded(question, FAKECUDA_MIB=640) == 0
+    settings = {"FAKECUDA_MIB": 640, "FAKECUDA_REUSE": 1}
+    assert stock(question, **settings) > 0
+    assert guarded(question, **settings) == 0
 
 
 @pytest.mark.parametrize("segments", ["False", "True"])
@@ -134,41 +138,50 @@ def test_a_lane_that_is_born_under_capture_is_zeroed_and_no_others() -> None:
             born[0].call(32)
 
         graph = captured(call)
-        inside = born[0].address
+        inside = [born[0].own.data_ptr(), born[0].address]
         graph.replay()
-        first = born[0].found()
-        outside = Gemm().call(32)
-        return [first, inside == outside]
+        first, outside = born[0].found(), Gemm()
+        return [first, *(a == b for a, b in zip(inside, (outside.own.data_ptr(), outside.call(32)), strict=True))]
 
-    assert stock(question) == [DIRT, True]
-    assert guarded(question) == [0, False]
+    assert stock(question) == [DIRT, True, True]
+    assert guarded(question) == [0, False, False]
 
 
-def growth_beside_a_sleeping_stream(sleeping: str) -> list[int]:
-    """Grow on a side stream with a second of work queued, and use the new memory on another stream at once."""
+def growth_while_a_stream_is_held_up(held_up: str) -> dict[str, object]:
+    """Grow, and use the new memory at once on a stream that waits for nothing; tell how long it took, too."""
     plan = Gemm()
     plan.call(32)
     torch.cuda.synchronize()
-    streams = {"default": torch.cuda.default_stream(), "side": torch.cuda.Stream()}
-    other, queued = torch.cuda.Stream(), torch.cuda.Event()
-    with torch.cuda.stream(streams[sleeping]):
-        torch.cuda._sleep(2_000_000_000)
-        queued.record()
-    if sleeping == "side":
-        with torch.cuda.stream(streams["side"]):
-            plan.call(64)  # its own launches stay behind the sleep
+    streams = {"default": torch.cuda.default_stream(), "callers": torch.cuda.Stream()}
+    let_go, let_go_in_time, other = threading.Event(), [], torch.cuda.Stream()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def wait(_: object) -> None:
+        let_go_in_time.append(let_go.wait(10))
+
+    ctypes.CDLL("libcudart.so.13").cudaLaunchHostFunc(ctypes.c_void_p(streams[held_up].cuda_stream), wait, None)
+    start = time.perf_counter()
+    with torch.cuda.stream(streams["callers"]):
+        plan.call(64)
     with torch.cuda.stream(other):
         plan.call(64)
         other.synchronize()
-    before_it_was_done = not queued.query()
-    return [int(before_it_was_done), plan.largest.tolist()[0] if sleeping == "default" else 0]
+    seconds = time.perf_counter() - start
+    found = max(largest.item() for largest in plan.largest) if held_up == "callers" else 0
+    let_go.set()
+    torch.cuda.synchronize()
+    return {"waited for it": not let_go_in_time[0], "found": found, "seconds": seconds}
 
 
-@pytest.mark.parametrize("sleeping", ["default", "side"])
-def test_growth_waits_for_nothing_else_on_the_device(sleeping: str) -> None:
+@pytest.mark.parametrize("held_up", ["default", "callers"])
+def test_growth_waits_for_nothing_else_on_the_device(held_up: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither for the default stream nor for the caller's own; and what it hands out is zeroed by then."""
-    assert stock(lambda: growth_beside_a_sleeping_stream(sleeping))[0] == 1
-    assert guarded(lambda: growth_beside_a_sleeping_stream(sleeping)) == [1, 0]
+    of_stock, of_guard = (ask(lambda: growth_while_a_stream_is_held_up(held_up)) for ask in (stock, guarded))
+    with capsys.disabled():
+        took = [f"{which} {told.pop('seconds'):.2f} s" for which, told in (("stock", of_stock), ("guarded", of_guard))]
+        print(f" growth while the {held_up} stream is held up: {', '.join(took)} ", end="")
+    assert not of_stock["waited for it"]
+    assert of_guard == {"waited for it": False, "found": 0}
 
 
 def test_growth_in_a_process_that_forbids_synchronization() -> None:
@@ -236,23 +249,29 @@ def test_growth_gets_what_the_allocator_only_caches() -> None:
     guarded(question, FAKECUDA_MIB=190)
 
 
-def retries_of_20_calls(mib: int) -> int:
-    """Count how often the allocator let go of all that it caches and tried anew, with 56 MiB left on the device."""
+def retries_of_20_calls(mib: int) -> tuple[int, list[int]]:
+    """Count how often the allocator let go of all that it caches and tried anew, with 56 MiB left on the device.
+
+    Returns the sizes of the lane's generations, too.
+    """
     plan = Gemm()
     plan.call(32)
+    torch.cuda.empty_cache()
     other = torch.empty(torch.cuda.mem_get_info()[0] - 56 * MIB, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_stats()["num_alloc_retries"]
     for _ in range(20):
         with contextlib.suppress(torch.OutOfMemoryError):
             plan.call(mib)
     assert other.is_cuda
-    return torch.cuda.memory_stats()["num_alloc_retries"] - before
+    return torch.cuda.memory_stats()["num_alloc_retries"] - before, gemm.generations()
 
 
 def test_a_growth_that_failed_is_not_tried_at_each_call() -> None:
     """What was asked for is published where twice does not fit; where it does not, each call asks for it once."""
-    assert guarded(lambda: retries_of_20_calls(48), FAKECUDA_MIB=400) <= 4
-    assert guarded(lambda: retries_of_20_calls(70), FAKECUDA_MIB=400) <= 20 + 4
+    retries, sizes = guarded(lambda: retries_of_20_calls(48), FAKECUDA_MIB=400)
+    assert (retries <= 4, sizes) == (True, [40, 48])
+    retries, sizes = guarded(lambda: retries_of_20_calls(70), FAKECUDA_MIB=400)
+    assert (retries <= 20 + 4, sizes) == (True, [40])
 
 
 def test_a_growth_that_failed_keeps_nothing_alive() -> None:

@@ -198,6 +198,49 @@ def test_1_a_displaced_buffer_that_a_graph_ran_on_lives_on(fp8):
     assert held.read() == {SENTINEL}
 
 
+def fetch(name, mebibytes):
+    """A buffer of FlashInfer's that is no lane's, as its attention and MoE kernels ask for it."""
+    return sys.modules["flashinfer.utils"]._get_cache_buf(name, mebibytes * MIB, CPU)
+
+
+def test_1_what_no_graph_can_hold_costs_what_stock_costs(guard):
+    """A prefill buffer that grows with the prompt: what was fetched or made under capture is kept, the rest goes."""
+    for mebibytes in range(1, 33):
+        fetch("gdn_cp_sm90_t", mebibytes)
+    assert workspace.RetiringCache.retired == []
+    held = [Handed.of(fetch("gdn_cp_sm90_t", 32)), None]
+    with fakes.capturing():
+        fetch("gdn_cp_sm90_t", 1)  # the one that is there
+    for mebibytes in range(33, 40):
+        fetch("gdn_cp_sm90_t", mebibytes)
+    with fakes.capturing():
+        held[1] = Handed.of(fetch("gdn_cp_sm90_t", 40))
+    fetch("gdn_cp_sm90_t", 41)
+    gc.collect()
+    assert all(buffer.is_alive() for buffer in held)
+    status = guard.status()
+    assert (status.displaced_buffers, status.displaced_nbytes) == (2, 72 * MIB)
+
+
+def test_1_what_was_there_before_us_is_kept(guard):
+    guard.deactivate()
+    held = Handed.of(fetch("gdn_cp_sm90_t", 1))
+    guard.activate()
+    fetch("gdn_cp_sm90_t", 2)
+    gc.collect()
+    assert held.is_alive()
+
+
+def test_1_a_caller_of_the_cold_cache_compiles_as_on_stock():
+    """torch.compile(fullgraph=True) takes FlashInfer's own function whole, cold and warm."""
+
+    def caller(x):
+        return x + sys.modules["flashinfer.utils"]._get_cache_buf("compiled", 64, x.device)[:1].sum() * 0
+
+    compiled = torch.compile(caller, fullgraph=True, backend="eager")
+    assert [float(compiled(torch.ones(1))) for _ in range(2)] == [1, 1]
+
+
 # --- 2: always zeroed -------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +257,14 @@ def test_2_every_buffer_is_zeroed_at_first_sight(site, style, dirty_memory):
     with fakes.out_of_memory(0):
         assert call(site, 5 * MIB, tensor, style=style).zeroed
     assert call(site, MIB, scratch, style=style, write=7).zeroed
+
+
+def test_2_the_first_call_of_a_lane_may_be_a_captured_one(site, dirty_memory):
+    """What FlashInfer made with torch.empty was zeroed before anybody got it."""
+    tensor = sys.modules["flashinfer.utils"]._get_cache_buf(NAME, OWN, CPU)
+    assert not tensor.any()
+    with fakes.capturing():
+        assert call(site, OWN, tensor).zeroed
 
 
 def test_2_the_zero_fill_has_finished_before_a_generation_is_published(fp8):

@@ -23,9 +23,10 @@ sys.path.insert(0, str(HERE.parent))
 
 import releases  # noqa: E402
 
-VERSIONS = ("9.20.0.48", "9.28.1.4")  # what vLLM 0.30's torch brings, and the newest
+VERSIONS = ("9.20.0.48", "9.28.1.4")  # the one of vLLM #55571, and the newest
 BACKEND = "nvidia-cudnn-cu13"
 FRONTEND = "nvidia-cudnn-frontend==1.32.0"
+PLANNER = ("cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1")  # what the frontend's planner imports
 FLASHINFER = "0.6.18.post1"  # the newest that is affected: its builders and its sites
 STUBS = {"cuda": "libcuda.so.1", "nvrtc": "libnvrtc.so.13", "cublaslt": "libcublasLt.so.13"}
 NAMED = "TESTS_REAL_CUDNN"  # in the environment of a process that has real cuDNN: which one
@@ -68,6 +69,14 @@ def build_stubs() -> Path:
     return folder
 
 
+def first_generation() -> int:
+    """Bytes of a lane's first generation where nobody asks for another size: the package's own table says."""
+    from flashinfer_wsfix import settings
+
+    row = next(row for row in settings.SETTINGS if row.field == "workspace_bytes")
+    return int(str(row.parse(row.default)))
+
+
 def prepare(versions: Sequence[str] = VERSIONS) -> None:
     """Fetch and build what processes on these backends need, two things at a time."""
     import torch
@@ -81,7 +90,7 @@ def prepare(versions: Sequence[str] = VERSIONS) -> None:
         sys.exit("gcc is missing: the libraries in tests/real_cudnn/stubs are compiled with it.")
     FOLDER.mkdir(exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
-        wheels = pool.map(install, [FRONTEND, *(f"{BACKEND}=={version}" for version in versions)])
+        wheels = pool.map(install, [*(f"{BACKEND}=={version}" for version in versions), FRONTEND, *PLANNER])
         releases.fetch(FLASHINFER)
         build_stubs()
         list(wheels)
@@ -89,7 +98,7 @@ def prepare(versions: Sequence[str] = VERSIONS) -> None:
 
 def environment(version: str) -> dict[str, str]:
     """Return the variables of a process on this backend. What it needs must be there: see `prepare`."""
-    path = [releases.fetch(FLASHINFER), install(FRONTEND), os.environ.get("PYTHONPATH")]
+    path = [releases.fetch(FLASHINFER), *map(install, (FRONTEND, *PLANNER)), os.environ.get("PYTHONPATH")]
     loader = [FOLDER / "stubs", libraries(version), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **os.environ,

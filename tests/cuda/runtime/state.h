@@ -1,4 +1,9 @@
-// What the simulated runtime knows: devices, memory, streams, captures, and the one lock over all of it.
+// A CUDA runtime of host memory, on which PyTorch's own host code runs without a GPU: its caching allocator, graph
+// pools, streams, events and capture state. Here is what it knows, and the one lock over all of it.
+//
+// Known to differ from a driver: no cuDNN, cuBLAS, Triton, cudaMallocAsync, IPC; few kernels (kernels.cpp); streams
+// that are not joined at the end of a capture are no error; a capture that the wrong thread ends stays active; timing
+// means nothing. Whether a wait for another stream ends a capture of mode "global" is not known: FAKECUDA_UNSAFE_SYNC.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -20,8 +25,13 @@
 using u64 = unsigned long long;
 
 struct Settings {
-  long devices, mib, dirty, reuse, unsafe_sync, trace;
-  int major = 9, minor = 0;  // of the compute capability
+  long devices;      // FAKECUDA_DEVICES=1
+  long mib;          // FAKECUDA_MIB=8192: the memory of each
+  long dirty;        // FAKECUDA_DIRTY=0xCD: what fresh memory is full of
+  long reuse;        // FAKECUDA_REUSE=0; 1: addresses that were freed are handed out again, else never
+  long unsafe_sync;  // FAKECUDA_UNSAFE_SYNC=1; 0: while another thread captures, a stream or an event may be waited for
+  long trace;        // FAKECUDA_TRACE=0; 1: what the runtime is asked for, on standard error
+  int major = 9, minor = 0;  // FAKECUDA_CC=9.0, the compute capability
 };
 // Read when the process first asks: a test may set them after it has loaded torch, and after a fork.
 const Settings& settings();

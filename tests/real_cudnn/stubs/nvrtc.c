@@ -19,5 +19,5 @@ int nvrtcAddNameExpression(void *program, const char *name) { return SUCCESS; }
 int nvrtcGetLoweredName(void *program, const char *name, const char **lowered) { *lowered = name; return SUCCESS; }
 const char *nvrtcGetErrorString(int error) { return "no error"; }
 
-/* In no header: cuDNN 9.20 says in its log that it misses this one, and then lists hardly a plan that needs a compiler. */
+/* In no header: cuDNN 9.20 says in its log that it misses this one, and then lists engine 0 alone. */
 int __nvrtcCPEx(void *program, void *unknown) { return SUCCESS; }

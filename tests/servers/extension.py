@@ -14,6 +14,7 @@ import flashinfer.gemm  # noqa: F401
 import torch
 from flashinfer import utils
 from flashinfer.gemm import gemm_base
+from vllm.v1.worker import gpu_worker
 
 MIB = 1 << 20
 SITE = "execute_cudnn_gemm_fp8_graph"
@@ -101,13 +102,17 @@ class Sites:
     """Methods of each worker, for ``collective_rpc``."""
 
     def wsfix_state(self) -> dict[str, object]:
-        """How many of the process' sites are guarded, and by which routes: None where nothing of ours is there."""
+        """How many sites are guarded, whether the warm-up is under its name in the worker, and by which routes.
+
+        ``routes`` is None where nothing of ours is there.
+        """
         sites = [value for name, value in vars(gemm_base).items() if name.startswith("execute_cudnn_")]
         ours = sys.modules.get("flashinfer_wsfix")
         return {
             "pid": os.getpid(),
             "sites": len(sites),
             "guarded": sum(type(site).__name__ == "Guard" for site in sites),
+            "warm-up": type(gpu_worker.kernel_warmup).__name__ == "Guard",
             "routes": list(ours.status().routes) if ours else None,
         }
 

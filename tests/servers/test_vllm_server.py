@@ -90,8 +90,8 @@ def test_a_running_server(tmp_path, wheel, model, name):
         log = server.log
 
     assert len({state.pop("pid") for state in states}) == set_up.workers
-    guarded = SITES if set_up.guarded else 0
-    assert states == [{"sites": SITES, "guarded": guarded, "routes": set_up.routes}] * set_up.workers
+    guarded = {"guarded": SITES if set_up.guarded else 0, "warm-up": set_up.guarded}
+    assert states == [{"sites": SITES, "routes": set_up.routes, **guarded}] * set_up.workers
     for called in calls:
         small, flat, grown = called["addresses"]
         if set_up.guarded:

@@ -28,4 +28,3 @@ def gemm_functions(path: Iterable[str], besides: Collection[str] = ()) -> Iterat
             code = loader.get_code(found.name)  # type: ignore[union-attr]
             if isinstance(code, CodeType):
                 yield from code_functions(found.name, code)
-

@@ -95,7 +95,10 @@ SHAPES = {
     "growth by set_": (growing("workspace.set_(torch.empty(size))"), "unsupported"),
     "growth by resize_as_": (growing("workspace.resize_as_(torch.empty(size))"), "unsupported"),
     "a move that compares no sizes": (growing("workspace.set_(buffer)").replace("numel", "size"), "unsupported"),
-    "a move where no graph is executed": (GRAPH + "def run(workspace, size):\n    workspace.set_(size)\n", "not-affected"),
+    "a move where no graph is executed": (
+        GRAPH + "def run(workspace, size):\n    workspace.set_(size)\n",
+        "not-affected",
+    ),
     "a call-local buffer": (growing("workspace = torch.empty(size)"), "not-affected"),
     "a comparison of sizes alone": (GRAPH + growing("raise ValueError").replace("execute", "check"), "not-affected"),
     "a comparison with nothing of ours": (growing("pass").replace("workspace", "scratchpad"), "not-affected"),

@@ -14,14 +14,16 @@ import ray
 
 @ray.remote
 def routes():
-    hook = sys.modules.get("flashinfer_wsfix.hook")
-    return hook and (hook.routes, hook._FINDER in sys.meta_path, "torch" in sys.modules, "wrapt" in sys.modules)
+    state = sys.modules.get("flashinfer_wsfix.state")
+    hooked = any(type(finder).__module__ == "flashinfer_wsfix.importer" for finder in sys.meta_path)
+    return state and (state.routes, hooked, "torch" in sys.modules, "wrapt" in sys.modules)
 
 @ray.remote
 class Actor:
     def routes(self):
-        hook = sys.modules.get("flashinfer_wsfix.hook")
-        return hook and (hook.routes, hook._FINDER in sys.meta_path, "torch" in sys.modules, "wrapt" in sys.modules)
+        state = sys.modules.get("flashinfer_wsfix.state")
+        hooked = any(type(finder).__module__ == "flashinfer_wsfix.importer" for finder in sys.meta_path)
+        return state and (state.routes, hooked, "torch" in sys.modules, "wrapt" in sys.modules)
 
 ray.init(num_cpus=1, include_dashboard=False, runtime_env=RUNTIME_ENV)
 print(ray.get(routes.remote()), ray.get(Actor.remote().routes.remote()), "flashinfer_wsfix" in sys.modules)

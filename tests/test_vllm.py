@@ -523,11 +523,15 @@ assert [target.state for target in flashinfer_wsfix.status().targets] == ["guard
 
 def test_a_lane_that_flashinfer_opens_after_us_is_there_before_any_warm_up():
     """Its buffer is the beginning of generation 1; the warm-up finds it large enough."""
-    warms_up("""
+    warms_up(
+        """
 flashinfer.utils._cache_buf.clear()
 own = flashinfer.utils._get_cache_buf(FP4, 32 * MIB, cpu)
 assert presized() == {FP4: 40} and flashinfer_wsfix.status().lanes[0].address == own.data_ptr()
-""" + RUN + "assert presized() == {FP4: 40} and flashinfer_wsfix.status().growths == 0")
+"""
+        + RUN
+        + "assert presized() == {FP4: 40} and flashinfer_wsfix.status().growths == 0"
+    )
 
 
 def test_a_buffer_that_somebody_else_put_there_is_taken_over():

@@ -75,7 +75,7 @@ def verdict_of(target: str) -> Verdict:
         return INACTIVE
     verdict = state.verdicts.get(target, PENDING[target])
     if target in state.errors:
-        return verdict._replace(state="failed", reason=state.errors[target])
+        return verdict._replace(reason=f"{verdict.reason}; but {state.errors[target]}")
     return verdict
 
 

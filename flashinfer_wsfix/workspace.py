@@ -2,8 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ Key = tuple[str, torch.device]
 
 ATTRIBUTE = "_wsfix_lane"  # on a tensor that a site was given: its Lane
 NAMES = {row.name for row in LANES}
+CACHE = "a request for one of FlashInfer's buffers"
 
 
 def lane_of(tensor: torch.Tensor) -> Lane:
@@ -124,35 +125,49 @@ class RetiringCache(dict[Key, torch.Tensor]):
 
     # What torch.compile finds in FlashInfer's _get_cache_buf: no closure and no lock on its way, or it cannot compile it.
     def get(self, key: Key, default: Any = None) -> Any:
-        if not torch.compiler.is_compiling():
-            self._fetched(key)
+        self._fetched(key)
         return super().get(key, default)
 
     def __getitem__(self, key: Key) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            self._fetched(key)
+        self._fetched(key)
         return super().__getitem__(key)
 
     def __setitem__(self, key: Key, buffer: torch.Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if not self._entered(key, buffer):
             super().__setitem__(key, buffer)
-        elif self.keeps and _is_lanes(key, buffer) and super().get(key) is not buffer and not _adopt(key, buffer):
-            keep(key[0], buffer)
-        else:
+
+    def _fetched(self, key: Key) -> None:
+        try:
+            if not torch.compiler.is_compiling() and key not in self.held and _is_captured():
+                self.held.add(key)
+        except Exception as error:
+            report.failed("flashinfer", error, CACHE)
+
+    def _entered(self, key: Key, buffer: torch.Tensor) -> bool:
+        """Take a buffer in, or keep it out; False where that is left to the dictionary."""
+        try:
+            if torch.compiler.is_compiling():
+                return False
+            if self.keeps and _is_lanes(key, buffer) and super().get(key) is not buffer and not _adopt(key, buffer):
+                keep(key[0], buffer)
+                return True
             self._set(key, buffer)
             if key[0] in NAMES:
                 self.held.add(key)
             self._fetched(key)
-
-    def _fetched(self, key: Key) -> None:
-        if key not in self.held and _is_captured():
-            self.held.add(key)
+            return True
+        except Exception as error:
+            report.failed("flashinfer", error, CACHE)
+            return False
 
     @staticmethod
     def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
         def wsfix_change(self: "RetiringCache", *args: Any, **kwargs: Any) -> Any:
-            with self._watched():
+            before = self._before()
+            try:
                 return change(self, *args, **kwargs)
+            finally:
+                self._after(before)
 
         return wsfix_change
 
@@ -164,27 +179,33 @@ class RetiringCache(dict[Key, torch.Tensor]):
     popitem = _changing(dict.popitem)
     update = _changing(dict.update)
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        left, held = {}, set()
+    def _before(self) -> dict[Key, torch.Tensor] | None:
+        """Hold the lock until ``_after``, and tell what is there now; None after an error of ours."""
         try:
-            with state.lock:
-                before = dict(self)
-                try:
-                    yield
-                finally:
-                    left = {key: buffer for key, buffer in before.items() if dict.get(self, key) is not buffer}
-                    held = self.held & left.keys()
-                    self.held -= held
-        finally:
+            state.lock.acquire()
+            return self.copy()
+        except Exception as error:
+            report.failed("flashinfer", error, CACHE)
+            return None
+
+    def _after(self, before: dict[Key, torch.Tensor] | None) -> None:
+        if before is None:
+            return
+        try:
+            left = {key: buffer for key, buffer in before.items() if dict.get(self, key) is not buffer}
+            held = self.held & left.keys()
+            self.held -= held
+            state.lock.release()
             for key, buffer in left.items():
                 new = dict.get(self, key)
                 if self.keeps and key in held:
                     keep(key[0], buffer)
                 elif not self.keeps and new is not None:
-                    place = [(tensor.data_ptr(), tensor.nbytes) for tensor in (buffer, new)]
+                    old, now = ((tensor.data_ptr(), tensor.nbytes) for tensor in (buffer, new))
                     capturing = allocation.is_capturing(buffer.device)
-                    report.moved("MOVED by FlashInfer", key[0], key[1], place[0], place[1], capturing, logging.WARNING)
+                    report.moved("MOVED by FlashInfer", key[0], key[1], old, now, capturing, logging.WARNING)
+        except Exception as error:
+            report.failed("flashinfer", error, CACHE)
 
 
 def keep(name: str, buffer: torch.Tensor) -> None:

@@ -255,13 +255,13 @@ def test_a_generation_is_made_with_none_of_the_callers_modes():
         made.append(threading.current_thread() is threading.main_thread())
         return zeros(*args, **kwargs)
 
-    own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
     site, graph = arguments.SITES[4], fakes.Graph(look=False)
     inputs = arguments.tensors(site)
     call = site.live()
     torch.set_default_device("meta")
     torch.zeros = spy
     with fakes.install(sys.modules["flashinfer"]), Functions(), Dispatch(), torch.inference_mode():
+        own = sys.modules[UTILS]._get_cache_buf("bmm_fp8_workspace", 1 << 20, torch.device("cpu"))
         for size in (1 << 10, (40 << 20) + 1):
             graph.workspace_bytes = size
             call(graph, *inputs, own)

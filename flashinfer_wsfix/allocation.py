@@ -41,7 +41,22 @@ def is_capturing(device: torch.device) -> bool:
 
 def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate ``nbytes`` of zeros (uint8, armed) for this thread's current stream. Raises what torch raises."""
-    return arm(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+    return arm(_zeros(nbytes, device))
+
+
+def filled(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate as ``zeros`` does, and wait until this thread's current stream has made them."""
+    buffer = zeros(nbytes, device)
+    if device.type == "cuda":
+        _wait()
+    return buffer
+
+
+def _wait() -> None:
+    # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
 
 
 def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -61,7 +76,7 @@ def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
 
     def wsfix_allocate() -> None:
         try:
-            made.append(_on_own_stream(nbytes, device) if device.type == "cuda" else _filled(nbytes, device))
+            made.append(_on_own_stream(nbytes, device) if device.type == "cuda" else _zeros(nbytes, device))
         except BaseException as error:
             said.append((isinstance(error, torch.OutOfMemoryError), str(error) or type(error).__name__))
 
@@ -74,7 +89,7 @@ def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     return arm(made[0])
 
 
-def _filled(nbytes: int, device: torch.device) -> torch.Tensor:
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
@@ -96,11 +111,8 @@ def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
                 stream = _streams[device] = torch.cuda.ExternalStream(handle.value, device=device)
         if stream is not None:
             torch.cuda.set_stream(stream)
-    buffer = _filled(nbytes, device)
-    # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
+    buffer = _zeros(nbytes, device)
+    _wait()
     return buffer
 
 

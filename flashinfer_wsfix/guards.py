@@ -14,7 +14,7 @@ import torch
 import wrapt
 
 from . import allocation, report, settings, state, workspace
-from .detection import Verdict, guard_in, judge, live_functions, parameters, resized
+from .detection import Function, Verdict, guard_in, judge, live_functions, parameters, resized
 from .importer import is_complete, is_lazy, namespace
 from .installed import gemm_functions
 from .lanes import SCRATCH
@@ -190,7 +190,10 @@ def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
     return wsfix_gate
 
 
-def _functions() -> list[Any]:
+_read: dict[tuple[str, ...], list[Function]] = {}  # by the package's path: what was not imported at first
+
+
+def _functions() -> list[Function]:
     """Read all of ``flashinfer.gemm``: live where it is imported, else as it is installed, so that no verdict changes
     when a module comes that FlashInfer imports late."""
     live = [name for name in SITE_MODULES if is_complete(name)]
@@ -201,7 +204,10 @@ def _functions() -> list[Any]:
     path = namespace(package).get("__path__")
     if path is None:  # it was one module once
         return [*functions, *live_functions(package)]
-    return [*functions, *gemm_functions(path, live)]
+    path = tuple(path)
+    if path not in _read:  # once: by the time that a module comes late, a file may not be readable any more
+        _read[path] = list(gemm_functions(path, live))
+    return [*functions, *(function for function in _read[path] if function.module not in live)]
 
 
 def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:

@@ -9,16 +9,19 @@ from .detection import Function, code_functions
 from .names import GEMM, SITE_MODULES
 
 
-def gemm_functions(path: Iterable[str], besides: Collection[str] = ()) -> Iterator[Function]:
+def gemm_functions(path: Iterable[str], besides: Collection[str] = (), package: str = GEMM) -> Iterator[Function]:
     """Read the functions of ``flashinfer.gemm``, a package with this ``path``, from its modules' code.
 
     Of the modules that hold sites, and of any other that says ``resize_``; not of those named in ``besides``. Raises
     what their loaders raise: OSError, SyntaxError, UnicodeDecodeError.
     """
     path = list(path)
-    for found in iter_modules(path, f"{GEMM}."):
-        if found.name in besides or (found.ispkg and found.name not in SITE_MODULES):
+    for found in iter_modules(path, f"{package}."):
+        if found.name in besides:
             continue
+        if found.ispkg:
+            leaf = found.name.rpartition(".")[2]
+            yield from gemm_functions([f"{folder}/{leaf}" for folder in path], besides, found.name)
         # Not importlib.util.find_spec, which would ask everybody's finders and import the package.
         spec = PathFinder.find_spec(found.name, path)
         loader = spec.loader if spec else None

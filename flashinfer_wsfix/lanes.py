@@ -62,6 +62,9 @@ class Lane:
         a call-local one. Raises torch.OutOfMemoryError where there is no memory for that either.
         """
         capturing = is_capturing(self.device)
+        overflows = size > 0
+        if self.name == SCRATCH:
+            size = max(size, tensor.numel())
         with state.lock:
             self.high_water = max(self.high_water, size)
             if self.generations and self.generations[-1].numel() >= size:  # another thread was faster
@@ -92,7 +95,8 @@ class Lane:
             tuners = _measured.get(self.device) if is_measuring() else None
             if tuners is not None and tuners.current is not None and tuners.current.numel() >= size:
                 return tuners.current
-            self._tell_overflow(size)
+            if overflows:
+                self._tell_overflow(size)
         return allocation.zeros(size, self.device)
 
     def _may_grow(self, size: int) -> bool:
@@ -134,7 +138,9 @@ class Lane:
             if last is not None and last.numel() >= size:
                 return last
             wanted = [2 * last.numel(), last.numel() * 3 // 2] if last is not None else [state.first_bytes]
-            make = allocation.zeros if self.name == SCRATCH else allocation.zeroed
+            make = allocation.zeroed
+            if self.name == SCRATCH:  # freed with its tensor, in the order of the caller's stream
+                make = allocation.zeros if is_measuring() else allocation.filled
             buffer = self._largest(make, sorted({-(-max(size, each) // STEP) * STEP for each in (*wanted, size)}))
             with state.lock:
                 self.generations.append(buffer)

@@ -38,6 +38,8 @@ def _refresh(target: str) -> None:
         if _modes.setdefault(target, config.mode) != config.mode:
             undo(target)
             _modes[target] = config.mode
+        if not state.routes:  # deactivated meanwhile
+            return
         if config.mode == "off":
             plan = _off
         elif target == "flashinfer":
@@ -67,6 +69,9 @@ def _apply(target: str, patches: list[Patch]) -> None:
         for patch in [*patches, *_copies(patches)]:
             done.append(patch)
             setattr(patch.owner, patch.name, patch.replacement)
+        for patch in patches:
+            if isinstance(patch.replacement, workspace.RetiringCache):
+                patch.replacement.take(patch.original)
     except BaseException:
         for patch in reversed(done):
             setattr(patch.owner, patch.name, patch.original)

@@ -60,4 +60,6 @@ def presize(
         if own is None:
             # By position: the size's parameter is `bytes` up to 0.6.x and `num_bytes` from 0.7.0 on, and `zero_init`,
             # which would make no difference to a lane of ours, is not there up to 0.5.3.
-            sys.modules[UTILS]._get_cache_buf(name, stock, where).zero_()
+            made = sys.modules[UTILS]._get_cache_buf(name, stock, where)
+            if "resize_" not in vars(made):  # a lane's own was born zeroed, and may be in use
+                made.zero_()

@@ -109,12 +109,14 @@ def wsfix_kernel_warmup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwar
         device = getattr(worker, "device", None)
         if device is not None and is_complete(UTILS):
             presize(device, lanes=_lanes_to_presize(torch.device(device)))
-    except Exception as error:
+    except torch.OutOfMemoryError as error:
         report.once(
             logging.WARNING,
             "warm-up",
             f"the workspaces could not be presized before capture ({error}): they grow when they are first used.",
         )
+    except Exception as error:
+        report.failed("vllm", error, "presizing at vLLM's warm-up")
     return result
 
 

@@ -73,9 +73,17 @@ class _Resize:
         """Be torch's own for the copy, which is in ``memo`` once it is made."""
         return lambda *size: torch.Tensor.resize_(memo[id(self.tensor)], *size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Be None in a pickle: what is saved must load without us."""
-        return type(None), ()
+
+def own(tensor: torch.Tensor, found: Lane) -> None:
+    """Mark a tensor that the host has of a lane's memory: its own resize_ must not free what a graph may hold."""
+    setattr(tensor, ATTRIBUTE, found)
+    tensor.resize_ = _Resize(tensor)
+    tensor.__getstate__ = _saved  # torch asks the tensor for it
+
+
+def _saved() -> dict[str, None]:
+    """Return what a pickle or a shallow copy has of our marks: it must load without us, and is no lane's."""
+    return {ATTRIBUTE: None}
 
 
 def _begin(tensor: torch.Tensor, generation: torch.Tensor, nbytes: int) -> None:
@@ -90,14 +98,14 @@ def _adopt(key: Key, buffer: torch.Tensor) -> bool:
     of its own where no generation is wanted before a plan overflows it.) Returns False where it must not enter: under
     capture it lives in that graph's private pool, and its zero-fill is recorded.
     """
-    found = lane(*key, on=buffer.device)
-    setattr(buffer, ATTRIBUTE, found)
     capturing = allocation.is_capturing(buffer.device)
     try:
+        found = lane(*key, on=buffer.device)
+        setattr(buffer, ATTRIBUTE, found)
         if not capturing:
             make = found.grow if state.first_bytes else partial(allocation.zeroed, device=buffer.device)
             _begin(buffer, make(buffer.numel()), buffer.numel())
-            buffer.resize_ = _Resize(buffer)
+            own(buffer, found)
             return True
     except RuntimeError:  # no memory: the lane's first call tries again, and says so
         pass
@@ -117,13 +125,14 @@ class RetiringCache(dict[Key, torch.Tensor]):
 
     is_wsfix_cache = True  # also where the package was imported anew
     retired: ClassVar[list[torch.Tensor]] = []  # of all instances: a reload of FlashInfer makes a new one
+    born: ClassVar[dict[Key, torch.Tensor]] = {}  # by a lane's key: what FlashInfer made last under capture
 
     def __init__(self, cache: dict[Key, torch.Tensor], keeps: bool = True) -> None:
         super().__init__(cache)
         self.keeps = keeps
         self.held = set(cache)  # keys of buffers whose address a graph may hold
 
-    # What torch.compile finds in FlashInfer's _get_cache_buf: no closure and no lock on its way, or it cannot compile it.
+    # What torch.compile finds in FlashInfer's _get_cache_buf: it cannot compile a closure or a lock on its way.
     def get(self, key: Key, default: Any = None) -> Any:
         self._fetched(key)
         return super().get(key, default)
@@ -136,9 +145,19 @@ class RetiringCache(dict[Key, torch.Tensor]):
         if not self._entered(key, buffer):
             super().__setitem__(key, buffer)
 
+    def take(self, cache: dict[Key, torch.Tensor]) -> None:
+        """Take what another thread has put into the plain dictionary since ours was made of it."""
+        for key in cache.keys() - self.keys():
+            super().__setitem__(key, cache[key])
+            self.held.add(key)
+
     def _fetched(self, key: Key) -> None:
         try:
-            if not torch.compiler.is_compiling() and key not in self.held and _is_captured():
+            # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
+            # again, so that all that it fetches counts as held.
+            if torch.compiler.is_dynamo_compiling():
+                self.held.add(key)
+            elif key not in self.held and key in self and _is_captured(dict.__getitem__(self, key).device):
                 self.held.add(key)
         except Exception as error:
             report.failed("flashinfer", error, CACHE)
@@ -146,15 +165,17 @@ class RetiringCache(dict[Key, torch.Tensor]):
     def _entered(self, key: Key, buffer: torch.Tensor) -> bool:
         """Take a buffer in, or keep it out; False where that is left to the dictionary."""
         try:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return False
-            if self.keeps and _is_lanes(key, buffer) and super().get(key) is not buffer and not _adopt(key, buffer):
-                keep(key[0], buffer)
-                return True
-            self._set(key, buffer)
-            if key[0] in NAMES:
+            if self.keeps and _is_lanes(key, buffer):
+                if super().get(key) is not buffer and not _adopt(key, buffer):
+                    self.born[key] = buffer  # the one before is that graph's as any temporary is
+                    return True
+                self._set(key, buffer)
                 self.held.add(key)
-            self._fetched(key)
+            else:
+                self._set(key, buffer)
+                self._fetched(key)
             return True
         except Exception as error:
             report.failed("flashinfer", error, CACHE)
@@ -199,20 +220,22 @@ class RetiringCache(dict[Key, torch.Tensor]):
             for key, buffer in left.items():
                 new = dict.get(self, key)
                 if self.keeps and key in held:
-                    keep(key[0], buffer)
+                    keep(str(key[0] if isinstance(key, tuple) else key), buffer)
                 elif not self.keeps and new is not None:
                     old, now = ((tensor.data_ptr(), tensor.nbytes) for tensor in (buffer, new))
                     capturing = allocation.is_capturing(buffer.device)
-                    report.moved("MOVED by FlashInfer", key[0], key[1], old, now, capturing, logging.WARNING)
+                    report.moved("MOVED by FlashInfer", key[0], buffer.device, old, now, capturing, logging.WARNING)
         except Exception as error:
             report.failed("flashinfer", error, CACHE)
 
 
 def keep(name: str, buffer: torch.Tensor) -> None:
-    """Keep a buffer that FlashInfer's cache lets go of, or must not have, for the life of the process."""
+    """Keep a buffer that FlashInfer's cache lets go of for the life of the process."""
     RetiringCache.retired.append(buffer)
     state.count("displaced_buffers")
-    nbytes = 0 if "resize_" in vars(buffer) else buffer.nbytes  # a generation's are counted there
+    found = getattr(buffer, ATTRIBUTE, None)
+    addresses = [generation.data_ptr() for generation in found.generations] if found is not None else []
+    nbytes = 0 if buffer.data_ptr() in addresses else buffer.nbytes  # a generation's are counted there
     state.count("displaced_nbytes", nbytes)
     report.log(
         logging.INFO,
@@ -222,13 +245,17 @@ def keep(name: str, buffer: torch.Tensor) -> None:
 
 
 def _is_lanes(key: Key, buffer: torch.Tensor) -> bool:
+    if not (isinstance(key, tuple) and len(key) == 2):
+        return False
     plain = type(buffer) is torch.Tensor and buffer.dtype is torch.uint8 and buffer.dim() == 1
     return plain and key[0] in NAMES and buffer.is_contiguous()
 
 
-def _is_captured() -> bool:
-    """Say whether the current stream, of the device that is current where FlashInfer launches, is being captured."""
+def _is_captured(device: torch.device) -> bool:
+    """Say whether a graph is being captured that may hold a buffer on ``device``."""
     try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            return allocation.is_capturing(device)
         return bool(torch.cuda.is_current_stream_capturing())
     except RuntimeError:  # a CPU build of torch has no such thing
         return False

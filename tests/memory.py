@@ -59,6 +59,7 @@ def forget_lanes() -> None:
 
     lanes._lanes.clear()
     workspace.RetiringCache.retired.clear()
+    workspace.RetiringCache.born.clear()
     dict.clear(sys.modules["flashinfer.utils"]._cache_buf)
     state.counters.update(dict.fromkeys(state.counters, 0))
     state.errors.clear()

@@ -545,9 +545,43 @@ def test_a_late_module_of_an_unknown_shape(shown, tmp_path):
     assert [line.split()[0] for line in said.getvalue().splitlines()] == ["INFO"] * (not shown) + ["WARNING"]
 
 
+@pytest.mark.parametrize("place", ["gemm/cudnn_sites.py", "gemm/inner/cudnn_sites.py"])
+@fresh.process
+def test_sites_that_moved_to_a_sibling_are_unsupported(place, tmp_path):
+    """Also into a package below: the two late ones are gone, and two others move."""
+    copy = fresh.copy("0.6.14", tmp_path, {})
+    folder = copy / "flashinfer"
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).parent.joinpath("__init__.py").touch()
+    (folder / BF16_FP4).rename(folder / place)
+    fresh.flashinfer("0.6.14", copy)
+    import flashinfer_wsfix
+
+    __import__("flashinfer")
+    target = flashinfer_wsfix.status().targets[0]
+    assert (target.state, "is in another module" in target.reason) == ("unsupported", True)
+
+
+@fresh.process
+def test_a_file_that_cannot_be_read_any_more_takes_no_guard_away():
+    """By the time that the late module comes, none can be opened any more."""
+    fresh.flashinfer("0.6.14")
+    import flashinfer_wsfix
+
+    def unreadable(*args):
+        raise OSError("too many open files")
+
+    __import__("flashinfer")
+    sys.modules["flashinfer_wsfix.guards"].gemm_functions = unreadable
+    __import__(names.SITE_MODULES[1])
+    assert (flashinfer_wsfix.status().targets[0].state, len(flashinfer_wsfix.status().targets[0].sites)) == (
+        "guarded", 10
+    )  # fmt: skip
+
+
 @fresh.process
 def test_an_overlay_with_two_stock_sites_is_guarded_from_the_start(tmp_path):
-    """#4553's gemm_base over 0.6.14: its two later sites move as before, so there is a verdict, a gate and no advice."""
+    """#4553's gemm_base over 0.6.14: its two later sites move as before: a verdict, a gate, and no advice to remove us."""
     copy = fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": call_local})
     fresh.flashinfer("0.6.14", copy)
     import flashinfer_wsfix

@@ -547,3 +547,20 @@ for size, asked, found in ((MIB, 3 * MIB, 4 * MIB), (9 * MIB, 5 * MIB, 9 * MIB),
     held.append(memory.Handed.of(small.get_buf()))
 assert all(at.is_alive() for at in held)
 """)
+
+
+def test_an_error_of_ours_at_the_warm_up_is_told_and_strict_raises_it():
+    code = """
+def fail(*args, **kwargs):
+    raise LookupError("ours")
+sys.modules["flashinfer_wsfix.vllm"].presize = fail
+with fakes.available():
+    try:
+        warmup.kernel_warmup(hm.worker(cpu))
+    except LookupError:
+        assert STRICT
+    else:
+        assert not STRICT and flashinfer_wsfix.status().unguarded_calls == 1
+"""
+    warms_up(code.replace("STRICT", "False"))
+    warms_up(code.replace("STRICT", "True"), FLASHINFER_WSFIX_STRICT="1")

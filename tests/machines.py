@@ -105,9 +105,9 @@ BY_PLUGIN = UNTRIED.replace("guarded;", "guarded by the plugin, where it is load
 
 
 def states(found: dict[str, Any]) -> str:
-    """Each defect's state in one letter: Guarded, Open, Absent, Unknown."""
+    """Each defect's state in one letter: Guarded (or set up to be, where it cannot be tried), Open, Absent, Unknown."""
     letters = {"applies": "O", "does not apply": "A", "unknown": "U"}
-    return "".join("G" if row["guarded"] else letters[row["state"]] for row in found["defects"])
+    return "".join("G" if row["set_up"] else letters[row["state"]] for row in found["defects"])
 
 
 def findings(found: dict[str, Any]) -> list[str]:

@@ -199,3 +199,31 @@ def test_a_gpu_that_does_not_answer_is_not_none(affected: Environment) -> None:
     printed = affected.run("doctor").stdout
     assert "unknown (nvidia-smi: exit status 9)" in printed
     assert "GPU was found" not in printed and "GPU\n" not in printed
+    assert "restart the machine" not in printed
+
+
+@pytest.mark.parametrize(
+    "script, why",
+    [
+        ("echo 'it has failed: no driver'; echo 'Install one.'; exit 9", "it has failed: no driver"),
+        ("echo 'line 1' >&2; exit 127", "line 1"),
+        ("sleep 30", "no answer within 10 s"),
+    ],
+)
+def test_only_a_hung_driver_is_a_reason_to_restart_the_machine(affected: Environment, script: str, why: str) -> None:
+    """What fails at once, as in a container without the driver's libraries, is told in its own words."""
+    affected.put_gpu(*RTX)
+    (affected.folder / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    found = affected.ask()
+    assert f"(nvidia-smi: {why})" in str(found["findings"])
+    assert ("restart the machine" in advice(found, "GPU unknown")) == script.startswith("sleep")
+    assert ("where nvidia-smi works" in advice(found, "GPU unknown")) != script.startswith("sleep")
+
+
+def test_an_nvidia_smi_that_may_not_be_run(affected: Environment) -> None:
+    affected.put_gpu(*RTX)
+    (affected.folder / "bin" / "nvidia-smi").chmod(0o644)
+    affected.variables["PATH"] = str(affected.folder / "bin")
+    found = affected.ask()
+    assert "Permission denied" in str(found["findings"])
+    assert "where nvidia-smi works" in advice(found, "GPU unknown")

@@ -23,7 +23,7 @@ environment, affected = machines.environment, machines.affected
 
 KEYS = {
     "": {"sentence", "problem", "environment", "defects", "activation", "findings", "still_dies", "not_this_bug"},
-    "defects": {"name", "what", "state", "guarded", "sentence"},
+    "defects": {"name", "what", "state", "set_up", "guarded", "sentence"},
     "activation": {"where", "active", "routes", "sentence"},
     "findings": {"name", "problem", "sentence", "advice"},
 }
@@ -89,6 +89,11 @@ def test_flashinfer_that_does_not_import(affected: Environment) -> None:
     assert row["active"] is None
     assert row["sentence"].startswith("FlashInfer could not be imported here (")
     assert [finding["name"] for finding in found["findings"]] == ["not tried"]
+    assert (found["problem"], found["still_dies"]) == (False, [])
+    assert [(row["set_up"], row["guarded"]) for row in found["defects"][:2]] == [(True, False)] * 2
+    printed = affected.run("doctor").stdout
+    assert printed.count("applies, set up, not tried: ") == 2
+    assert "guarded: all" not in printed and "Guarded, and it still dies" not in printed
 
 
 def test_failing_probes(environment: Environment) -> None:
@@ -226,6 +231,7 @@ def test_the_trial_imports_what_servers_import(environment: Environment) -> None
 def test_what_to_gather_where_it_is_guarded_and_still_dies(affected: Environment) -> None:
     assert "still dies" not in affected.run("doctor").stdout
     affected.run("enable")
+    affected.add(SITE_PACKAGES)  # torch
     printed = affected.run("doctor").stdout
     gather = printed[printed.index("Guarded, and it still dies") :]
     for word in ("status()", "FLASHINFER_WSFIX=observe", "core dump", "--enforce-eager", "--json"):

@@ -22,12 +22,16 @@ def _activate():
 
 
 def _complain(sentence):
-    """Write a line to standard error, if the package is there; where it is not, there is nothing to say."""
+    """Write a line to standard error; where the package is not there, only what matters if FlashInfer is."""
     try:
         from importlib.util import find_spec
 
-        if getattr(find_spec("flashinfer_wsfix"), "origin", None):
-            sys.stderr.write("flashinfer-wsfix: %s.\n" % sentence)  # noqa: UP031
+        if not getattr(find_spec("flashinfer_wsfix"), "origin", None):
+            if not getattr(find_spec("flashinfer"), "origin", None):  # an interpreter that has nothing to do with it
+                return
+            sentence = "NOT guarded: flashinfer_wsfix is not installed for " + sys.executable
+            sentence += ", and the folder that holds it is not on PYTHONPATH"
+        sys.stderr.write("flashinfer-wsfix: %s.\n" % sentence)  # noqa: UP031
     except Exception:  # no standard error, or one that takes nothing
         pass
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import textwrap
 from importlib.metadata import distributions
+from importlib.util import find_spec
 
 from . import complain
 
@@ -59,30 +60,53 @@ def enable() -> int:
     folder = _target()
     files = {os.path.join(folder, name): text for name, text in _files(sys.version_info[:2]).items()}
     path = os.path.join(folder, START_UP_FILE)
+    before = {}
     for taken in filter(os.path.lexists, files):
         if not _is_ours(taken):
             return complain(f"{taken} is there already and not of our making: nothing was done", 1)
+        with open(taken, encoding="utf-8") as file:
+            before[taken] = file.read()
     written = []
     try:
         for name, text in files.items():
             _write(name, text)
             written.append(name)
     except OSError as error:
-        for name in written:
-            _remove(name)
-        return complain(
-            f"cannot write {path}: {error.strerror}; nothing was changed. Without it: `flashinfer-wsfix run CMD` guards"
-            " what it starts, and `flashinfer-wsfix path` prints a folder for PYTHONPATH that does the same",
-            1,
-        )
+        _take_back(written, before)
+        return complain(f"cannot write {path}: {error.strerror}; nothing was changed. {_without_it()}", 1)
     reason = _check()
     if reason:
-        for name in written:
-            _remove(name)
-        return complain(f"{path} was removed again: a fresh {sys.executable} is not activated by it ({reason})", 1)
+        _take_back(written, before)
+        done = "is again what it was before" if before else "was removed again"
+        return complain(f"{path} {done}: a fresh {sys.executable} is not activated by it ({reason})", 1)
     print(f"{path} is written, and a fresh {sys.executable} comes up activated by it.")
     print("Restart the server. Undo: flashinfer-wsfix disable")
+    if not getattr(find_spec("flashinfer"), "origin", None):  # a mere folder has no origin
+        print(
+            f"No FlashInfer is installed for {sys.executable}: if the server uses another Python, run enable with that"
+            " one."
+        )
     return 0
+
+
+def _take_back(written: list[str], before: dict[str, str]) -> None:
+    """Leave the folder as it was before ``written``. Raises OSError."""
+    for name in written:
+        if name in before:
+            _write(name, before[name])
+        else:
+            _remove(name)
+
+
+def _without_it() -> str:
+    """Say what else guards where the start-up file cannot be written."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    installed = [_purelib(), sysconfig.get_path("platlib"), *site.getsitepackages(), site.getusersitepackages()]
+    if os.path.realpath(package) in map(os.path.realpath, installed):
+        does = "`flashinfer-wsfix path` prints a folder for PYTHONPATH that does the same"
+        return f"Without it: `flashinfer-wsfix run CMD` guards what it starts, and {does}"
+    folder = os.path.join(package, "flashinfer_wsfix", "bootstrap")  # as after `pip install --target`: it takes both
+    return f"Without it: set PYTHONPATH={folder}{os.pathsep}{package} for the server, which guards all that inherits it"
 
 
 def disable() -> int:
@@ -101,7 +125,7 @@ def disable() -> int:
                     complain(f"{path} is not of our making and stays", 0)
             except OSError as error:
                 return complain(f"cannot remove {path}: {error.strerror}", 1)
-    print(f"Removed {', '.join(removed)}." if removed else f"There is no start-up file in {' or '.join(folders)}.")
+    print(f"Removed {', '.join(removed)}." if removed else f"There is no start-up file of ours in {' or '.join(folders)}.")
     return 0
 
 

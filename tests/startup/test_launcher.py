@@ -153,6 +153,20 @@ def test_an_interpreter_without_the_package_only_runs_the_shadowed_one(environme
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "theirs\nNone\n", "")
 
 
+def test_an_interpreter_that_has_flashinfer_and_not_the_package_says_that_it_is_not_guarded(environment, tmp_path):
+    """One line; a mere folder of that name is no FlashInfer. With the package's folder on PYTHONPATH it is guarded."""
+    other = Environment(tmp_path / "other")
+    (other.site / "flashinfer").mkdir()
+    assert launched(environment, other.python, "-c", PROBE).stderr == ""
+    (other.site / "flashinfer/__init__.py").write_text("raise RuntimeError")
+    ran = launched(environment, other.python, "-c", PROBE)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (0, "None\n", 1)
+    expected = f"flashinfer-wsfix: NOT guarded: flashinfer_wsfix is not installed for {other.python}, and "
+    assert ran.stderr.startswith(expected)
+    ran = launched(environment, other.python, "-c", PROBE, PYTHONPATH=str(environment.site))
+    assert (ran.stdout, ran.stderr) == (f"{ON}\n", "")
+
+
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "RuntimeError()", "KeyboardInterrupt()"])
 def test_a_broken_package_does_no_more_than_say_so(environment, tmp_path, shadowed, raised):
     other = Environment(tmp_path / "other")

@@ -32,6 +32,8 @@ def test_enable_then_disable(environment):
     assert ran.stdout == (
         f"{environment.site / FILE} is written, and a fresh {environment.python} comes up activated by it.\n"
         "Restart the server. Undo: flashinfer-wsfix disable\n"
+        f"No FlashInfer is installed for {environment.python}: if the server uses another Python, run enable with that"
+        " one.\n"
     )
     assert environment.files() - before == {FILE}
     assert environment.routes() == ON
@@ -44,7 +46,46 @@ def test_enable_then_disable(environment):
 def test_both_may_be_repeated(enabled):
     assert enabled.cli("enable").returncode == 0
     assert [enabled.cli("disable").returncode for _ in range(3)] == [0, 0, 0]
-    assert "There is no start-up file in" in enabled.cli("disable").stdout
+    assert "There is no start-up file of ours in" in enabled.cli("disable").stdout
+
+
+def test_with_a_flashinfer_no_other_python_is_mentioned(environment):
+    (environment.site / "flashinfer").mkdir()
+    assert "No FlashInfer" in environment.cli("enable").stdout  # a mere folder
+    (environment.site / "flashinfer/__init__.py").write_text("raise RuntimeError")
+    assert "No FlashInfer" not in environment.cli("enable").stdout
+
+
+@pytest.mark.parametrize("fails", ["check", "write"])
+def test_a_second_enable_that_fails_leaves_what_the_first_wrote(enabled, fails):
+    """Also what an older version wrote, to the byte."""
+    old = '# Written by "flashinfer-wsfix enable". Older.\nimport sys\n'
+    (enabled.site / FILE).write_text(old)
+    (enabled.site / "flashinfer_wsfix.start").write_text(old)
+    before = enabled.files()
+    if fails == "check":
+        (enabled.site / "wrapt").rename(enabled.folder / "wrapt")
+        ran = enabled.cli("enable")
+        assert "is again what it was before" in ran.stderr
+        (enabled.folder / "wrapt").rename(enabled.site / "wrapt")
+    else:
+        block = f"import os; os.mkdir(f'{enabled.site / FILE}.{{os.getpid()}}')"
+        ran = run([enabled.python, "-c", block + WRITE])
+        next(enabled.site.glob(FILE + ".*")).rmdir()
+        assert "nothing was changed" in ran.stderr
+    assert (ran.returncode, enabled.files()) == (1, before)
+    assert [(enabled.site / name).read_text() for name in (FILE, "flashinfer_wsfix.start")] == [old] * 2
+
+
+def test_where_the_package_is_in_a_folder_of_its_own_the_advice_names_both_entries(environment, tmp_path):
+    """As after `pip install --target`: the folder of our sitecustomize alone leads to no package."""
+    shutil.copytree(environment.site / "flashinfer_wsfix", tmp_path / "target/flashinfer_wsfix")
+    other = Environment(tmp_path / "other")
+    code = "from flashinfer_wsfix.cli import startup_file; print(startup_file._without_it())"
+    told = output([other.python, "-c", code], PYTHONPATH=str(tmp_path / "target"))
+    (path,) = re.findall("PYTHONPATH=([^ ]+)", told)
+    assert path == f"{tmp_path}/target/flashinfer_wsfix/bootstrap:{tmp_path}/target"
+    assert other.routes(PYTHONPATH=path) == "['sitecustomize']"
 
 
 def test_a_reviewer_can_read_it(enabled):
@@ -163,6 +204,7 @@ def test_a_file_of_somebody_else_is_left_alone(environment, text):
     enable, disable = environment.cli("enable"), environment.cli("disable")
     assert (enable.returncode, disable.returncode) == (1, 0)
     assert "not of our making" in enable.stderr and "not of our making" in disable.stderr
+    assert "There is no start-up file of ours in" in disable.stdout
     assert (environment.site / FILE).read_text() == text
 
 

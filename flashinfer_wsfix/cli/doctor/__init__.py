@@ -12,7 +12,8 @@ source, and what has to be tried is tried in children with a time limit. A probe
   ``executable``, the path of that Python; ``gpus``, a list of ``name``, ``capability`` ("12.0") and ``driver``;
   ``gpus_unknown``: why that list is no answer, or null.
 - ``defects``: for each of D1 to D4 its ``name``, ``what`` it is, ``state`` ("applies", "does not apply", "unknown"),
-  ``guarded`` (true only where it applies and new processes are guarded against it), and the ``sentence``.
+  ``set_up`` (true only where it applies and new processes are set up to be guarded against it), ``guarded`` (that, and
+  FlashInfer's import did not fail here, so that it could be tried), and the ``sentence``.
 - ``activation``: what was tried, each with ``where``, ``active`` (true, false, or null where it could not be tried),
   ``routes`` and the ``sentence``.
 - ``findings``: each with ``name``, ``problem`` (true where it leaves processes unguarded), ``sentence`` and ``advice``.
@@ -98,7 +99,7 @@ def collect() -> dict[str, Any]:
     read = verdict is not unread
     if not read and real is not None:
         verdict = real
-    d1, d2 = judge_d1_d2(verdict, able and activation.covers(), found)
+    d1, d2 = judge_d1_d2(verdict, able and activation.covers(), not activation.untried, found)
     gates = config.gate if d1.guarded else ()
     unknown = Judgement(UNKNOWN, False, "it could not be looked at")
     d3 = probe("D3", lambda: judge_d3(found, functions if read else None, gates), unknown)
@@ -109,14 +110,21 @@ def collect() -> dict[str, Any]:
     for what, finder in FINDERS.items():
         rows += probe(what, lambda finder=finder: list(finder(case)), [])  # type: ignore[misc]
     affected = [row for row in judged.values() if row.state == APPLIES]
+    well = all(row.guarded for row in affected)
+
+    def told(name: str) -> dict[str, Any]:
+        row = judged[name]
+        tried = row._replace(guarded=row.guarded and not activation.untried)
+        return {**tried._asdict(), "set_up": row.guarded}
+
     return {
         "sentence": overall(case),
-        "problem": not all(row.guarded for row in affected),
+        "problem": not well,
         "environment": found,
-        "defects": [{"name": row.name, "what": row.what, **judged[row.name]._asdict()} for row in DEFECTS],
+        "defects": [{"name": row.name, "what": row.what, **told(row.name)} for row in DEFECTS],
         "activation": activation.rows,
         "findings": [row._asdict() for row in sorted((*rows, *failed), key=lambda row: not row.problem)],
-        "still_dies": list(STILL_DIES) if affected and all(row.guarded for row in affected) else [],
+        "still_dies": list(STILL_DIES) if affected and well and not activation.untried else [],
         "not_this_bug": list(NOT_THIS_BUG),
     }
 

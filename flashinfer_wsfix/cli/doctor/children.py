@@ -9,6 +9,8 @@ from typing import Any
 
 NAME = "flashinfer_wsfix"  # of the package and of its entry points
 
+HUNG = "no answer within"  # so begins the complaint about a program that does not end
+
 _MARK = "flashinfer-wsfix:"  # before the answer: a sitecustomize may print as well
 
 # An expression, so that a spawned process can evaluate it: is our hook there, and who put it there?
@@ -110,9 +112,10 @@ def run(command: list[str], seconds: float = 30, environment: Mapping[str, str] 
             child.wait(1)
         for stream in filter(None, (child.stdout, child.stderr)):
             stream.close()
-        raise NoAnswer(f"no answer within {seconds:.0f} s") from None
+        raise NoAnswer(f"{HUNG} {seconds:.0f} s") from None
     if child.returncode:
-        raise NoAnswer([f"exit status {child.returncode}", *complaint.strip().splitlines()][-1])
+        said = complaint.strip().splitlines()[-1:] or output.strip().splitlines()[:1]  # a traceback ends with the reason
+        raise NoAnswer("".join(said) or f"exit status {child.returncode}")
     return output
 
 

@@ -18,18 +18,24 @@ UNGATED = ", ".join(lane.name.removesuffix("_workspace") for lane in LANES if la
 
 
 class Judgement(NamedTuple):
-    """Whether a defect applies here, whether new processes are guarded against it, and why."""
+    """Whether a defect applies here, whether new processes are set up to be guarded against it, and why."""
 
     state: str
     guarded: bool
     sentence: str
 
 
-def judge_d1_d2(verdict: Verdict | None, guarded: bool, environment: dict[str, Any]) -> tuple[Judgement, Judgement]:
+def judge_d1_d2(
+    verdict: Verdict | None, guarded: bool, tried: bool, environment: dict[str, Any]
+) -> tuple[Judgement, Judgement]:
     """Judge the workspace that moves, and that it does not start zeroed; ``verdict`` None: there is no FlashInfer."""
     if verdict is None:
         none = Judgement(ABSENT, False, "FlashInfer is not installed here")
         return none, none
+    if verdict.sites and guarded and not tried:
+        moves = f"FlashInfer {environment['flashinfer']} moves its cuDNN workspace at {len(verdict.sites)} sites"
+        unseen = "a guard is set up, and whether it goes in is not tried"
+        return Judgement(APPLIES, True, f"{moves}: {unseen}"), Judgement(APPLIES, True, f"as D1: {unseen}")
     if verdict.sites and guarded:
         zeroed = "every buffer that a site gets starts zeroed"
         return Judgement(APPLIES, True, verdict.reason), Judgement(APPLIES, True, zeroed)

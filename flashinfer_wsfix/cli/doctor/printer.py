@@ -30,7 +30,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield "  - none"
     yield from ("", "Defects")
     for defect in found["defects"]:
-        state = f"{defect['state']}{', guarded' if defect['guarded'] else ''}"
+        how = ", guarded" if defect["guarded"] else ", set up, not tried" if defect["set_up"] else ""
+        state = f"{defect['state']}{how}"
         yield from _wrapped(f"  {defect['name']}  ", f"{state}: {defect['what']}")
         yield from _wrapped("      - ", f"{defect['sentence']}.")
     yield from ("", "Activation")

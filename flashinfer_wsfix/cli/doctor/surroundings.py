@@ -7,7 +7,7 @@ from pathlib import Path
 from ... import settings
 from ..installed import source_of, version_of
 from ..startup_file import START_UP_FILE
-from .children import NAME
+from .children import HUNG, NAME
 from .environment import ENVIRONMENT, parsed
 from .findings import ENABLE, INSTALL, Case, Finding
 from .judgements import APPLIES
@@ -49,10 +49,12 @@ def of_cudnn(case: Case) -> Iterator[Finding]:
 
 
 def of_gpus(case: Case) -> Iterator[Finding]:
-    """Say that the GPU is unknown, where the driver does not answer."""
+    """Say that the GPU is unknown, where nvidia-smi does not tell."""
     if case.environment["gpus_unknown"]:
         sentence = f"Which GPU is here is unknown ({case.environment['gpus_unknown']})."
-        advice = "After an Xid the driver may hang: restart the machine, or reset the GPU, and ask again."
+        advice = "Run the doctor where nvidia-smi works: whether D3 and D4 apply depends on the GPU."
+        if HUNG in case.environment["gpus_unknown"]:
+            advice = "After an Xid the driver may hang: restart the machine, or reset the GPU, and ask again."
         yield Finding("GPU unknown", False, sentence, advice)
 
 

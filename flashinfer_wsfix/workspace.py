@@ -145,6 +145,9 @@ class RetiringCache(dict[Key, torch.Tensor]):
         if not self._entered(key, buffer):
             super().__setitem__(key, buffer)
 
+    def _is_captured(self, key: Key) -> bool:
+        return key in self and _is_captured(dict.__getitem__(self, key).device)
+
     def take(self, cache: dict[Key, torch.Tensor]) -> None:
         """Take what another thread has put into the plain dictionary since ours was made of it."""
         for key in cache.keys() - self.keys():
@@ -155,9 +158,7 @@ class RetiringCache(dict[Key, torch.Tensor]):
         try:
             # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
             # again, so that all that it fetches counts as held.
-            if torch.compiler.is_dynamo_compiling():
-                self.held.add(key)
-            elif key not in self.held and key in self and _is_captured(dict.__getitem__(self, key).device):
+            if torch.compiler.is_dynamo_compiling() or (key not in self.held and self._is_captured(key)):
                 self.held.add(key)
         except Exception as error:
             report.failed("flashinfer", error, CACHE)

@@ -783,7 +783,7 @@ def test_an_error_of_ours_does_not_reach_who_loads_a_lazy_module():
     """We are told of it twice: when it is made ready, and when it is loaded."""
     fresh.flashinfer("0.6.14")
     said = fresh.listen()
-    flashinfer_wsfix = importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer_wsfix")
     importlib.import_module("flashinfer")
     asked = []
 

@@ -581,7 +581,7 @@ def test_a_file_that_cannot_be_read_any_more_takes_no_guard_away():
 
 @fresh.process
 def test_an_overlay_with_two_stock_sites_is_guarded_from_the_start(tmp_path):
-    """#4553's gemm_base over 0.6.14: its two later sites move as before: a verdict, a gate, and no advice to remove us."""
+    """#4553's gemm_base over 0.6.14: its two later sites move as before: a verdict, a gate, no all-clear."""
     copy = fresh.copy("0.6.14", tmp_path, {"gemm/gemm_base.py": call_local})
     fresh.flashinfer("0.6.14", copy)
     import flashinfer_wsfix

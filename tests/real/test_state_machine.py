@@ -72,7 +72,7 @@ class Server(RuleBasedStateMachine):
         self.own = {}  # key -> weak reference to FlashInfer's own buffer, its address, its size
         self.own_size = dict.fromkeys(KEYS, OWN)
         self.generations = {}  # key -> (address, size) of each generation
-        self.refused = {}  # key -> [size for which there was no memory, calls for which it is not tried again, failures]
+        self.refused = {}  # key -> [size that did not fit, calls for which it is not tried again, failures]
         self.handed = {}  # address -> Handed, and what is written there
         self.graphs = []  # addresses that each captured graph holds
         self.captured = []  # those of the capture in progress
@@ -361,7 +361,7 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def what_a_site_gets_next_is_the_newest_generation(self):
-        for key, lane in lanes._lanes.items():
+        for lane in lanes._lanes.values():
             assert lane.current is lane.generations[-1]
 
 

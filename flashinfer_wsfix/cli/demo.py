@@ -39,6 +39,7 @@ from typing import Any
 from .. import activate, report
 from ..names import GEMM_BASE, UTILS
 from ..settings import MIB, PREFIX
+from . import say
 from .installed import read_flashinfer
 
 SITE = "execute_cudnn_gemm_fp8_graph"
@@ -80,9 +81,9 @@ def run(as_json: bool) -> int:
         result["shown"], result["sentence"] = _conclude(stock, guarded)
         code = int(not result["shown"])
     if as_json:
-        print(json.dumps(result, indent=2))
+        say(json.dumps(result, indent=2))
     else:
-        print("\n".join(draw(result, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
+        say("\n".join(draw(result, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
     return code
 
 

@@ -89,6 +89,7 @@ def test_with_the_guard_off_both_children_die_and_the_demo_says_so():
     assert done.returncode == 1
     assert re.search(r"^ended +X killed by SIGSEGV +X killed by SIGSEGV$", done.stdout, re.M)
     assert re.search(r"^NOT shown: .*\n?.*FLASHINFER_WSFIX is off", done.stdout, re.M)
+    assert "FLASHINFER_WSFIX=0 is set: unset it to see the guard." in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) < 80
     assert done.stdout.isascii()
     assert "\033" not in done.stdout
@@ -99,6 +100,7 @@ def test_observe_logs_the_move_that_then_kills_the_child():
     result = seen(done)
     guarded = result["children"]["guarded"]
     assert (done.returncode, result["shown"], guarded["ended"]) == (1, False, "SIGSEGV")
+    assert result["sentence"].endswith("FLASHINFER_WSFIX=observe is set: unset it to see the guard.")
     captured, grown, _ = guarded["steps"]
     [move] = [line for line in guarded["log"] if "MOVED" in line]
     for number in (captured["nbytes"], hex(captured["address"]), grown["nbytes"], hex(grown["address"])):

@@ -36,7 +36,7 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
-from .. import activate, report
+from .. import activate, report, settings
 from ..names import GEMM_BASE, UTILS
 from ..settings import MIB, PREFIX
 from . import say
@@ -79,6 +79,8 @@ def run(as_json: bool) -> int:
             result[key] = stock.pop(key, None) and guarded.pop(key, None)
         result["children"] = {"stock": stock, "guarded": guarded}
         result["shown"], result["sentence"] = _conclude(stock, guarded)
+        if not result["shown"] and settings.read()[0].mode != "on":
+            result["sentence"] += f" {PREFIX}={os.environ[PREFIX]} is set: unset it to see the guard."
         code = int(not result["shown"])
     if as_json:
         say(json.dumps(result, indent=2))

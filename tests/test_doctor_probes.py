@@ -145,6 +145,7 @@ def test_report_for_people(affected: Environment) -> None:
     assert ran.stdout.startswith("NOT guarded: this machine is affected (D1 workspace moves under graphs, D2\n")
     assert "\x1b" not in ran.stdout
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in ran.stdout
+    assert "\n  - the GPU is of sm_86, where the same symptom was reported" in ran.stdout
 
 
 def test_who_reads_only_its_first_lines_gets_its_exit_status(environment: Environment) -> None:

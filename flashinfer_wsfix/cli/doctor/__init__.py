@@ -60,7 +60,8 @@ NOT_THIS_BUG = (
     "cuBLAS crashes while FlashInfer tunes on a B200 (flashinfer #3085);",
     "flashinfer-cubin or flashinfer-jit-cache is of another version than FlashInfer (vLLM #49804);",
     "it dies the same with --enforce-eager, where there are no CUDA graphs: then it is neither D1 nor D3;",
-    "the process never imports FlashInfer. On sm_86, too, the same symptom was reported of another cause.",
+    "the process never imports FlashInfer;",
+    "the GPU is of sm_86, where the same symptom was reported of another cause (vLLM #53726).",
 )
 
 STILL_DIES = (

@@ -71,7 +71,7 @@ def test_orphaned_start_up_file(affected: Environment) -> None:
     assert states(affected.ask()) == "GGUA"
 
 
-@pytest.mark.parametrize("value", ["other", "", "other, flashinfer_wsfix"])
+@pytest.mark.parametrize("value", ["other", "", "other, flashinfer_wsfix", "flashinfer-wsfix"])
 def test_plugin_kept_out_of_vllm(affected: Environment, value: str) -> None:
     """vLLM takes no name with a space, and none from an empty list. The advised value cures, and so does `enable`."""
     affected.add(hosts.vllm("0.28.0"))
@@ -82,10 +82,25 @@ def test_plugin_kept_out_of_vllm(affected: Environment, value: str) -> None:
     assert states(affected.ask()) == "GGUU"
     assert affected.run("disable").returncode == 0
     assignment = advice(found, "plugin kept out").split()[1]
+    assert "flashinfer-wsfix" not in assignment
     affected.variables.update([assignment.split("=")])
     found = affected.ask()
     assert found["sentence"] == BY_PLUGIN
     assert findings(found) == ["plugin only"]
+
+
+def test_the_plugin_by_pythonpath_alone(environment: Environment) -> None:
+    """As after `pip install --target`: guarded, so that it is not installed here is no problem, and yet told."""
+    environment.add(releases.fetch("0.6.14"))
+    environment.add(hosts.vllm("0.28.0"))
+    target = environment.folder / "target"
+    target.mkdir()
+    for path in ("flashinfer_wsfix", "flashinfer_wsfix-0.1.0.dist-info"):
+        (environment.site_packages / path).rename(target / path)
+    environment.variables["PYTHONPATH"] = str(target)
+    found = environment.ask()
+    assert (found["sentence"], states(found), findings(found)) == (BY_PLUGIN, "GGUU", ["not installed"])
+    assert "only this PYTHONPATH leads to it" in str(found["findings"])
 
 
 def test_plugins_of_sglang(affected: Environment) -> None:

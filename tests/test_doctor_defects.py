@@ -132,6 +132,8 @@ def test_switched_off(affected: Environment, mode: str) -> None:
     affected.variables["FLASHINFER_WSFIX"] = mode
     found = affected.ask()
     assert (states(found), findings(found)) == ("OOUA", ["switched off"])
+    expected = "Unset FLASHINFER_WSFIX in the server's environment, then restart it."
+    assert advice(found, "switched off") == expected
 
 
 def test_wrapt_missing(affected: Environment) -> None:

@@ -145,6 +145,17 @@ def test_report_for_people(affected: Environment) -> None:
     assert ran.stdout.startswith("NOT guarded: this machine is affected (D1 workspace moves under graphs, D2\n")
     assert "\x1b" not in ran.stdout
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in ran.stdout
+    assert "\n  - the GPU is of sm_86, where the same symptom was reported" in ran.stdout
+
+
+def test_who_reads_only_its_first_lines_gets_its_exit_status(environment: Environment) -> None:
+    """`set -o pipefail; flashinfer-wsfix doctor | head`: 0 where there is nothing to do, 1 where there is."""
+    closed = "import os; from flashinfer_wsfix.__main__ import main; read, write = os.pipe(); os.close(read)\n"
+    closed += "os.dup2(write, 1); raise SystemExit(main(['doctor']))"
+    for status in (0, 1):
+        ran = environment.run("-c", closed)
+        assert (ran.returncode, ran.stderr) == (status, "")
+        environment.add(releases.fetch("0.6.14"))
 
 
 def test_wrong_usage(environment: Environment) -> None:

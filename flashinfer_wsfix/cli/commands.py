@@ -1,11 +1,11 @@
 """The command line, ``flashinfer-wsfix`` or ``python -m flashinfer_wsfix``. Each command imports what it needs."""
 
 import argparse
-import os
 import sys
 from typing import NoReturn
 
 from .. import __version__
+from . import say
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,16 +32,7 @@ def _parser() -> _Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Raises SystemExit: 2 with one sentence where misused, 0 for --help."""
-    try:
-        code = _command(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # who reads it has seen enough, as in `flashinfer-wsfix doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def _command(argv: list[str]) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     if argv[:1] == ["run"] and argv[1:] not in ([], ["-h"], ["--help"]):  # verbatim: argparse would take the options
         from . import launcher
@@ -61,7 +52,7 @@ def _command(argv: list[str]) -> int:
     if options.command == "path":
         from . import launcher
 
-        print(launcher.bootstrap_folder())
+        say(launcher.bootstrap_folder())
         return 0
     from . import startup_file
 

@@ -36,9 +36,10 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
-from .. import activate, report
+from .. import activate, report, settings
 from ..names import GEMM_BASE, UTILS
 from ..settings import MIB, PREFIX
+from . import say
 from .installed import read_flashinfer
 
 SITE = "execute_cudnn_gemm_fp8_graph"
@@ -78,11 +79,13 @@ def run(as_json: bool) -> int:
             result[key] = stock.pop(key, None) and guarded.pop(key, None)
         result["children"] = {"stock": stock, "guarded": guarded}
         result["shown"], result["sentence"] = _conclude(stock, guarded)
+        if not result["shown"] and settings.read()[0].mode != "on":
+            result["sentence"] += f" {PREFIX}={os.environ[PREFIX]} is set: unset it to see the guard."
         code = int(not result["shown"])
     if as_json:
-        print(json.dumps(result, indent=2))
+        say(json.dumps(result, indent=2))
     else:
-        print("\n".join(draw(result, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
+        say("\n".join(draw(result, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
     return code
 
 

@@ -9,7 +9,7 @@ import textwrap
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
-from . import complain
+from . import complain, say
 
 START_UP_FILE = "flashinfer_wsfix.pth"
 
@@ -79,10 +79,10 @@ def enable() -> int:
         _take_back(written, before)
         done = "is again what it was before" if before else "was removed again"
         return complain(f"{path} {done}: a fresh {sys.executable} is not activated by it ({reason})", 1)
-    print(f"{path} is written, and a fresh {sys.executable} comes up activated by it.")
-    print("Restart the server. Undo: flashinfer-wsfix disable")
+    say(f"{path} is written, and a fresh {sys.executable} comes up activated by it.")
+    say("Restart the server. Undo: flashinfer-wsfix disable")
     if not getattr(find_spec("flashinfer"), "origin", None):  # a mere folder has no origin
-        print(
+        say(
             f"No FlashInfer is installed for {sys.executable}: if the server uses another Python, run enable with that"
             " one."
         )
@@ -125,7 +125,7 @@ def disable() -> int:
                     complain(f"{path} is not of our making and stays", 0)
             except OSError as error:
                 return complain(f"cannot remove {path}: {error.strerror}", 1)
-    print(
+    say(
         f"Removed {', '.join(removed)}." if removed else f"There is no start-up file of ours in {' or '.join(folders)}."
     )
     return 0

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from ... import settings
 from ...detection import Function, Verdict
 from ...sites import DEFECTS
+from .. import say
 from ..installed import read_flashinfer
 from . import environment, findings, surroundings
 from .findings import Case, Finding
@@ -59,7 +60,8 @@ NOT_THIS_BUG = (
     "cuBLAS crashes while FlashInfer tunes on a B200 (flashinfer #3085);",
     "flashinfer-cubin or flashinfer-jit-cache is of another version than FlashInfer (vLLM #49804);",
     "it dies the same with --enforce-eager, where there are no CUDA graphs: then it is neither D1 nor D3;",
-    "the process never imports FlashInfer. On sm_86, too, the same symptom was reported of another cause.",
+    "the process never imports FlashInfer;",
+    "the GPU is of sm_86, where the same symptom was reported of another cause (vLLM #53726).",
 )
 
 STILL_DIES = (
@@ -112,7 +114,7 @@ def collect() -> dict[str, Any]:
     affected = [row for row in judged.values() if row.state == APPLIES]
     well = all(row.guarded for row in affected)
 
-    def told(name: str) -> dict[str, Any]:
+    def shown(name: str) -> dict[str, Any]:
         row = judged[name]
         tried = row._replace(guarded=row.guarded and not activation.untried)
         return {**tried._asdict(), "set_up": row.guarded}
@@ -121,7 +123,7 @@ def collect() -> dict[str, Any]:
         "sentence": overall(case),
         "problem": not well,
         "environment": found,
-        "defects": [{"name": row.name, "what": row.what, **told(row.name)} for row in DEFECTS],
+        "defects": [{"name": row.name, "what": row.what, **shown(row.name)} for row in DEFECTS],
         "activation": activation.rows,
         "findings": [row._asdict() for row in sorted((*rows, *failed), key=lambda row: not row.problem)],
         "still_dies": list(STILL_DIES) if affected and well and not activation.untried else [],
@@ -132,5 +134,5 @@ def collect() -> dict[str, Any]:
 def main(json: bool = False) -> int:
     """Print the report; return 0 where all is well or there is nothing to do, and 1 where there is a problem."""
     found = collect()
-    print(jsonlib.dumps(found, indent=2) if json else "\n".join(lines(found)))
+    say(jsonlib.dumps(found, indent=2) if json else "\n".join(lines(found)))
     return 1 if found["problem"] else 0

@@ -16,6 +16,7 @@ from .trials import HOSTS, Activation, allowed
 
 ENABLE = "`flashinfer-wsfix enable` in this environment, then restart the server"
 INSTALL = "Install flashinfer-wsfix in this environment, as its README says"
+RESTART = "in the server's environment, then restart it"
 UPGRADE = "Upgrade to FlashInfer 0.7.0 or newer, or report it with this output."
 NEWER = f"the cuDNN backend to {FIXED} or newer"
 
@@ -50,7 +51,7 @@ def of_defects(case: Case) -> Iterator[Finding]:
         yield Finding("unsupported vLLM", True, f"{case.judged['D4'].sentence}.", "Report it with this output.")
     elif case.judged["D4"].state == APPLIES and not case.config.vllm:
         sentence = f"D4 applies, and {settings.PREFIX}_VLLM is off."
-        yield Finding("vLLM left alone", True, sentence, f"Unset {settings.PREFIX}_VLLM.")
+        yield Finding("vLLM left alone", True, sentence, f"Unset {settings.PREFIX}_VLLM {RESTART}.")
 
 
 def _of_d3(case: Case) -> Iterator[Finding]:
@@ -66,7 +67,7 @@ def _of_d3(case: Case) -> Iterator[Finding]:
         yield Finding("old cuDNN", True, sentence, f"Upgrade {NEWER}.")
     elif left_in:
         sentence = f"D3 applies, and {settings.PREFIX}_GATE leaves cuDNN in for {' and '.join(left_in)}."
-        yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE, or upgrade {NEWER}.")
+        yield Finding("gate off", True, sentence, f"Unset {settings.PREFIX}_GATE {RESTART}. Or upgrade {NEWER}.")
 
 
 def of_activation(case: Case) -> Iterator[Finding]:
@@ -77,7 +78,7 @@ def of_activation(case: Case) -> Iterator[Finding]:
         return
     if case.config.mode != "on":
         sentence = f"{settings.PREFIX}={os.environ[settings.PREFIX]} is set: nothing is guarded."
-        yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX}.")
+        yield Finding("switched off", True, sentence, f"Unset {settings.PREFIX} {RESTART}.")
     if util.find_spec("wrapt") is None and activation.fresh.get("installed", True):
         yield Finding("wrapt missing", True, "wrapt is not installed: nothing can be guarded.", "`pip install wrapt`.")
     elif activation.real and activation.real.state in ("unsupported", "failed", "pending"):
@@ -85,15 +86,19 @@ def of_activation(case: Case) -> Iterator[Finding]:
     elif activation.untried:
         advice = "Make `import flashinfer` work here, or run the doctor where the server runs."
         yield Finding("not tried", False, f"{activation.untried}: that it gets guarded is not verified.", advice)
+    covered = activation.covers(None if moving else "vllm")  # as D1, else as D4 alone is judged
     if activation.everywhere:
         yield from _of_what_does_not_inherit(activation)
     elif not activation.fresh:
         sentence = "It could not be tried whether new processes are guarded."
         yield Finding("not started", True, sentence, f"Make `{sys.executable} -c pass` work here first.")
     elif not activation.fresh["installed"]:
-        sentence = "flashinfer-wsfix is not installed in this environment: new processes do not find it."
-        yield Finding("not installed", True, sentence, f"{INSTALL}. Then run {ENABLE}.")
-    elif activation.covers():
+        sentence = "flashinfer-wsfix is not installed in this environment: "
+        sentence += (
+            "new processes do not find it." if not covered else "only this PYTHONPATH leads to it and its plugin."
+        )
+        yield Finding("not installed", not covered, sentence, f"{INSTALL}. Then run {ENABLE}.")
+    elif covered:
         yield from _of_what_loads_no_plugins(activation)
     else:
         yield from _of_what_keeps_us_out(activation)
@@ -127,9 +132,9 @@ def _of_what_keeps_us_out(activation: Activation) -> Iterator[Finding]:
     kept_out = [host for host in HOSTS if activation.plugins.get(host.package) is False and not allowed(host)]
     for host in kept_out:
         value = os.environ[host.variable]
-        names = [name for name in map(str.strip, value.split(",")) if name and name != NAME]
+        names = [name for name in map(str.strip, value.split(",")) if name and name.replace("-", "_").lower() != NAME]
         sentence = f"{host.variable}={value!r} keeps our plugin out of {host.name}'s workers."
-        advice = f"Set {host.variable}={','.join([*names, NAME])} or unset it. Or run {ENABLE}."
+        advice = f"Set {host.variable}={','.join([*names, NAME])} or unset it {RESTART}. Or run {ENABLE}."
         yield Finding("plugin kept out", True, sentence, advice)
     if not kept_out:
         yield Finding("not active", True, "New processes of this environment are NOT guarded.", f"Run {ENABLE}.")

@@ -9,7 +9,7 @@ from ..installed import source_of, version_of
 from ..startup_file import START_UP_FILE
 from .children import HUNG, NAME
 from .environment import ENVIRONMENT, parsed
-from .findings import ENABLE, INSTALL, Case, Finding
+from .findings import ENABLE, INSTALL, RESTART, Case, Finding
 from .judgements import APPLIES
 
 GATED_RUNNERS = ("CudnnFp8GemmRunner", "CudnnBf16GemmRunner")  # as auto-tune caches name what the gate takes out
@@ -102,7 +102,7 @@ def _is_unguarded(case: Case) -> bool:
 
 def of_settings(case: Case) -> Iterator[Finding]:
     for complaint in case.complaints:
-        yield Finding("setting", False, f"{complaint}.", "Correct it or unset it.")
+        yield Finding("setting", False, f"{complaint}.", f"Correct or unset it {RESTART}.")
 
 
 def of_ray(case: Case) -> Iterator[Finding]:

@@ -125,9 +125,8 @@ def disable() -> int:
                     complain(f"{path} is not of our making and stays", 0)
             except OSError as error:
                 return complain(f"cannot remove {path}: {error.strerror}", 1)
-    say(
-        f"Removed {', '.join(removed)}." if removed else f"There is no start-up file of ours in {' or '.join(folders)}."
-    )
+    none = f"There is no start-up file of ours in {' or '.join(folders)}."
+    say(f"Removed {', '.join(removed)}." if removed else none)
     return 0
 
 

@@ -104,7 +104,7 @@ def collect() -> dict[str, Any]:
     d1, d2 = judge_d1_d2(verdict, able and activation.covers(), not activation.untried, found)
     gates = config.gate if d1.guarded else ()
     unknown = Judgement(UNKNOWN, False, "it could not be looked at")
-    d3 = probe("D3", lambda: judge_d3(found, functions if read else None, gates), unknown)
+    d3 = probe("D3", lambda: judge_d3(found, functions if read else None, gates, not activation.untried), unknown)
     d4 = probe("D4", lambda: judge_d4(found, able and config.vllm and activation.covers("vllm")), unknown)
     judged = {"D1": d1, "D2": d2, "D3": d3, "D4": d4}
     case = Case(found, verdict, activation, judged, config, complaints)

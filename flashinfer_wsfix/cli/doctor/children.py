@@ -114,7 +114,7 @@ def run(command: list[str], seconds: float = 30, environment: Mapping[str, str] 
             stream.close()
         raise NoAnswer(f"{HUNG} {seconds:.0f} s") from None
     if child.returncode:
-        # A traceback ends with the reason.
+        # A traceback ends with the reason; what fails on its standard output, as nvidia-smi does, begins with it.
         said = complaint.strip().splitlines()[-1:] or output.strip().splitlines()[:1]
         raise NoAnswer("".join(said) or f"exit status {child.returncode}")
     return output

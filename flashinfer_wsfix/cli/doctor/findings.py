@@ -93,10 +93,8 @@ def of_activation(case: Case) -> Iterator[Finding]:
         sentence = "It could not be tried whether new processes are guarded."
         yield Finding("not started", True, sentence, f"Make `{sys.executable} -c pass` work here first.")
     elif not activation.fresh["installed"]:
-        sentence = "flashinfer-wsfix is not installed in this environment: "
-        sentence += (
-            "new processes do not find it." if not covered else "only this PYTHONPATH leads to it and its plugin."
-        )
+        so = "only this PYTHONPATH leads to it and its plugin" if covered else "new processes do not find it"
+        sentence = f"flashinfer-wsfix is not installed in this environment: {so}."
         yield Finding("not installed", not covered, sentence, f"{INSTALL}. Then run {ENABLE}.")
     elif covered:
         yield from _of_what_loads_no_plugins(activation)

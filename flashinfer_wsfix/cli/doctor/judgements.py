@@ -48,7 +48,9 @@ def judge_d1_d2(
     return Judgement(ABSENT, False, verdict.reason), Judgement(UNKNOWN, False, left)
 
 
-def judge_d3(environment: dict[str, Any], functions: Collection[Function] | None, gates: Collection[str]) -> Judgement:
+def judge_d3(
+    environment: dict[str, Any], functions: Collection[Function] | None, gates: Collection[str], tried: bool
+) -> Judgement:
     """Judge cuDNN's fault on SM12x. ``functions``: FlashInfer's, None where unknown; ``gates``: those in force."""
     auto_tuned = {gate.function for gate in GATES}
     if functions is not None and auto_tuned.isdisjoint(function.name for function in functions):
@@ -69,8 +71,8 @@ def judge_d3(environment: dict[str, Any], functions: Collection[Function] | None
         return Judgement(UNKNOWN, False, f"{having}, and no cuDNN was found here")
     if not all(old):
         return Judgement(UNKNOWN, False, f"{having}, and which is loaded here, {cudnn}, could not be asked")
-    left_in = [gate.name for gate in GATES if gate.name not in gates]
-    done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else f"the gate keeps it out of the {GATED}"
+    left_in, keeps = [gate.name for gate in GATES if gate.name not in gates], "keeps" if tried else "would keep"
+    done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else f"the gate {keeps} it out of the {GATED}"
     others = f"other lanes keep it ({UNGATED}), and whether D3 reaches those is not known"
     return Judgement(APPLIES, not left_in, f"cuDNN {cudnn} on SM12x: {done} auto-tuning; {others}")
 

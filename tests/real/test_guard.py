@@ -325,6 +325,8 @@ def test_3_flashinfers_own_code_may_still_grow_its_buffer_and_frees_nothing(fp8,
     gc.collect()
     assert all(buffer.is_alive() for buffer in held)
     assert len({buffer.address for buffer in held}) == 4
+    # A storage that was resized is alive as well, at another address.
+    assert {buffer.address for buffer in held} <= {buffer.data_ptr() for buffer in lane().generations}
 
 
 def test_3_a_buffer_that_flashinfer_makes_under_capture_is_not_left_to_others(fp8, dirty_memory):

@@ -100,13 +100,16 @@ def copy(release: str, folder: Path, changes: dict[str, Callable[[str], str]]) -
     import releases
 
     source = releases.fetch(release) / "flashinfer"
-    shutil.copytree(source, folder / "flashinfer", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
+    # With the bytecode, which is good for every file that is not changed: to compile all of FlashInfer takes seconds.
+    shutil.copytree(source, folder / "flashinfer", copy_function=os.symlink)
     for name, change in changes.items():
         before = (source / name).read_text()
         after = change(before)
         assert after != before, f"the change to {name} changes nothing"
-        (folder / "flashinfer" / name).unlink()
-        (folder / "flashinfer" / name).write_text(after)
+        file = folder / "flashinfer" / name
+        for stale in (file, *file.parent.glob(f"__pycache__/{file.stem}.*")):
+            stale.unlink()
+        file.write_text(after)
     return folder
 
 

@@ -113,7 +113,8 @@ def test_presize_wipes_nothing_that_is_in_use(guard, affected):
     lane.current.fill_(7)
     cache().clear()
     guard.presize(CPU, lanes=[NAME])
-    assert cache()[NAME, CPU].data_ptr() == lane.current.data_ptr() and (lane.current == 7).all()
+    begins, untouched = cache()[NAME, CPU].data_ptr(), bool((lane.current == 7).all())
+    assert (begins, untouched) == (lane.current.data_ptr(), True)
 
 
 def test_presize_without_a_device_is_a_no_op(guard, monkeypatch):

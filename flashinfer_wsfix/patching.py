@@ -35,11 +35,11 @@ def _refresh(target: str) -> None:
     for complaint in complaints:
         report.once(logging.WARNING, complaint, f"{complaint}.")
     with state.lock:
+        if not state.routes:  # deactivated meanwhile
+            return
         if _modes.setdefault(target, config.mode) != config.mode:
             undo(target)
             _modes[target] = config.mode
-        if not state.routes:  # deactivated meanwhile
-            return
         if config.mode == "off":
             plan = _off
         elif target == "flashinfer":

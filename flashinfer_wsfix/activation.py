@@ -68,13 +68,11 @@ def _failed(target: str, error: Exception) -> None:
     try:
         from . import report
     except Exception:
+        why = f"NOT guarded ({target}), because of an error of ours ({error!r})"
         if sys.stderr is not None:
-            sys.stderr.write(
-                f"flashinfer-wsfix: NOT guarded ({target}), because of an error of ours ({error!r}): FlashInfer and"
-                " vLLM run as if flashinfer-wsfix were not installed.\n"
-            )
-        return
-    report.failed(target, error)
+            sys.stderr.write(f"flashinfer-wsfix: {why}: FlashInfer and vLLM run as if it were not installed.\n")
+    else:
+        report.failed(target, error)
 
 
 _FINDER = Finder(WATCHED, _loaded, lambda name, error: _failed(WATCHED[name], error))

@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,11 +14,7 @@ _streams: dict[torch.device, Any] = {}  # the stream of the zero-fill, by device
 
 
 class Overflow(BaseException):
-    """A plan wants ``size`` bytes, more than its buffer has. FlashInfer's ``except Exception`` must not see it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
+    """A plan wants ``args[0]`` bytes, more than its buffer has. FlashInfer's ``except Exception`` must not see it."""
 
 
 def _overflow(size: int, *unused: object, **also_unused: object) -> None:
@@ -39,9 +36,14 @@ def is_capturing(device: torch.device) -> bool:
         return False
 
 
+def place(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Return a tensor's address and its bytes, as the log tells them; zeros for none."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
+
+
 def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate ``nbytes`` of zeros (uint8, armed) for this thread's current stream. Raises what torch raises."""
-    return arm(_zeros(nbytes, device))
+    return arm(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
 
 def filled(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -76,7 +78,7 @@ def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
 
     def wsfix_allocate() -> None:
         try:
-            made.append(_on_own_stream(nbytes, device) if device.type == "cuda" else _zeros(nbytes, device))
+            made.append(_on_own_stream(nbytes, device) if device.type == "cuda" else zeros(nbytes, device))
         except BaseException as error:
             said.append((isinstance(error, torch.OutOfMemoryError), str(error) or type(error).__name__))
 
@@ -86,11 +88,7 @@ def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     if not made:
         short_of_memory, why = said[0]
         raise (torch.OutOfMemoryError if short_of_memory else RuntimeError)(why)
-    return arm(made[0])
-
-
-def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return made[0]
 
 
 def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -100,25 +98,16 @@ def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
     captures in mode "global", ends that capture, unless this thread's own mode is "relaxed".
     """
     torch.cuda.set_device(device)  # so that nothing here switches back to a device that the process does not use
-    runtime = _runtime()
-    if runtime is not None:
+    with suppress(OSError, AttributeError):  # where CUDA's runtime is no library of its own, as torch has loaded it
+        major = str(torch.version.cuda).partition(".")[0]
+        runtime = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
-        stream = _streams.get(device)
-        if stream is None:
-            # Not one of torch's pool: the host may be capturing on that one.
-            handle = ctypes.c_void_p()
-            if runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING) == 0:
-                stream = _streams[device] = torch.cuda.ExternalStream(handle.value, device=device)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-    buffer = _zeros(nbytes, device)
+        handle = ctypes.c_void_p()
+        # Not a stream of torch's pool: the host may be capturing on that one.
+        if device not in _streams and runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING) == 0:
+            _streams[device] = torch.cuda.ExternalStream(handle.value, device=device)
+    if device in _streams:
+        torch.cuda.set_stream(_streams[device])
+    buffer = zeros(nbytes, device)
     _wait()
     return buffer
-
-
-def _runtime() -> Any:
-    """Return CUDA's runtime as torch has loaded it, or None where it is no library of its own."""
-    try:
-        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD)
-    except (OSError, AttributeError):
-        return None

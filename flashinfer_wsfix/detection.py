@@ -13,22 +13,19 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from .names import GEMM, SITE_MODULES
-from .sites import GATES, PARAMETERS
+from .sites import GATES, PARAMETERS, RUNNERS
 
 MARKS_METHODS = sys.version_info >= (3, 12)  # by the lowest bit of LOAD_ATTR's argument
 EXTENDED_ARG, LOAD_ATTR, CACHE = (dis.opmap.get(name) for name in ("EXTENDED_ARG", "LOAD_ATTR", "CACHE"))
 LOAD_ATTRIBUTE = {LOAD_ATTR, dis.opmap.get("LOAD_METHOD")}
 # Each with the bits of its argument that say what is on top of the stack: some load two names in one.
-LOAD_FAST = {
-    opcode: 15 if name.count("LOAD_FAST") == 2 else -1
-    for name, opcode in dis.opmap.items()
-    if name.startswith("LOAD_FAST")
-}
+FAST = {name: opcode for name, opcode in dis.opmap.items() if name.startswith("LOAD_FAST")}
+LOAD_FAST = {opcode: 15 if name.count("LOAD_FAST") == 2 else -1 for name, opcode in FAST.items()}
 MAKES_FUNCTION = {dis.opmap.get("MAKE_FUNCTION"), dis.opmap.get("SET_FUNCTION_ATTRIBUTE")}
 NOT_PLAIN = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 EXECUTES = {"execute", "execute_plan_at_index"}
 # What each upstream fix leaves behind in the functions that execute a cuDNN graph, and what was there before 0.6.12.
-FIXES = (("_gemm_workspace_at_least", "#4666"), ("_grow_workspace", "#4399"), ("zeros", "#4553"))
+FIXES = {"_gemm_workspace_at_least": "#4666", "_grow_workspace": "#4399", "zeros": "#4553"}
 CALL_LOCAL = "empty"
 # What moves a tensor's memory as `resize_` does; no known release has any of it where it executes a graph.
 OTHER_MEANS = {"set_", "resize_as_"}
@@ -73,9 +70,7 @@ def live_functions(module: ModuleType) -> Iterator[Function]:
     for name, value in list(vars(module).items()):
         if not callable(value) or getattr(value, "__module__", None) != module.__name__:
             continue
-        guard = guard_in(value)
-        if guard is not None:
-            value = guard.__wrapped__
+        value = getattr(guard_in(value), "__wrapped__", value)
         if isinstance(value, type):
             for member in vars(value).values():
                 yield from _with_nested(module.__name__, name, getattr(member, "__code__", None), False)
@@ -156,30 +151,27 @@ def parameters(code: CodeType) -> tuple[str, ...]:
 
 def _problem(site: Function) -> str | None:
     """Say why a site cannot be guarded, or None where it has the known shape."""
-    where = f"{site.module}.{site.name}"
-    names = resized(site.code)
-    if site.module not in SITE_MODULES:
-        return f"{where} is in another module than its sites were"
-    if not site.direct or site.code.co_flags & NOT_PLAIN:
-        return f"{where} is decorated, nested or asynchronous"
-    if len(names) != 1 or names[0] not in parameters(site.code):
-        return f"{where} does not resize one of its parameters"
-    if names[0] not in PARAMETERS:
-        return f"{where} calls its workspace {names[0]!r}"
-    if "numel" not in site.code.co_names or EXECUTES.isdisjoint(site.code.co_names):
-        return f"{where} does not compare sizes and execute a cuDNN graph itself"
-    return None
+    code, names = site.code, resized(site.code)
+    name = names[0] if len(names) == 1 else ""
+    shape = (
+        (site.module in SITE_MODULES, "is in another module than its sites were"),
+        (site.direct and not code.co_flags & NOT_PLAIN, "is decorated, nested or asynchronous"),
+        (name in parameters(code), "does not resize one of its parameters"),
+        (name in PARAMETERS, f"calls its workspace {name!r}"),
+        ("numel" in code.co_names, "does not compare sizes itself"),
+        (EXECUTES.intersection(code.co_names), "does not execute a cuDNN graph itself"),
+    )
+    return next((f"{site.module}.{site.name} {problem}" for holds, problem in shape if not holds), None)
 
 
 def _unknown(function: Function) -> str | None:
     """Say whether a function grows a workspace in a way that is neither a site's nor a known harmless one."""
     names = set(function.code.co_names)
-    if not (names & EXECUTES and {*PARAMETERS} & {*parameters(function.code)}):
+    if not names & EXECUTES or {*PARAMETERS}.isdisjoint(parameters(function.code)):
         return None
-    known = "numel" not in names or names & {"resize_", CALL_LOCAL, *(mark for mark, _ in FIXES)}
-    if known and not names & OTHER_MEANS:
-        return None
-    return f"{function.module}.{function.name} grows its workspace by other means"
+    known = "numel" not in names or names & {"resize_", CALL_LOCAL, *FIXES}
+    grows = f"{function.module}.{function.name} grows its workspace by other means"
+    return None if known and not names & OTHER_MEANS else grows
 
 
 def judge(functions: list[Function], version: str) -> Verdict:
@@ -187,11 +179,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
     flashinfer = f"FlashInfer {version}"
     sites = [function for function in functions if "resize_" in function.code.co_names]
     problems = [problem for problem in (*map(_problem, sites), *map(_unknown, functions)) if problem]
-    for gate in GATES if sites else ():
-        for function in functions:
-            known = function.direct and gate.parameter in parameters(function.code)
-            if (function.module, function.name) == (gate.module, gate.function) and not known:
-                problems.append(f"{gate.module}.{gate.function} does not take {gate.parameter!r}")
+    for function in functions if sites else ():
+        if function[:2] in GATES.values() and not (function.direct and RUNNERS in parameters(function.code)):
+            problems.append(f"{function.module}.{function.name} does not take {RUNNERS!r}")
     executors = [names for names in (set(function.code.co_names) for function in functions) if names & EXECUTES]
     if not executors and not sites:
         problems.append(f"nothing in {GEMM} shows how it executes a cuDNN graph")
@@ -203,12 +193,9 @@ def judge(functions: list[Function], version: str) -> Verdict:
         )
     if sites:
         names = tuple(f"{site.module}.{site.name}" for site in sites)
-        return Verdict(
-            "guarded", f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace", names
-        )
-    for mark, request in FIXES:
-        if any(mark in names for names in executors):
-            return Verdict(
-                "not-needed", f"{flashinfer} grows its cuDNN workspace without moving it (upstream {request})"
-            )
+        guarded = f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace"
+        return Verdict("guarded", guarded, names)
+    for request in (FIXES[mark] for mark in FIXES if any(mark in names for names in executors)):
+        grows = f"{flashinfer} grows its cuDNN workspace without moving it (upstream {request})"
+        return Verdict("not-needed", grows)
     return Verdict("not-affected", f"{flashinfer} has no site that moves its cuDNN workspace")

@@ -7,6 +7,7 @@ that a traceback says whose they are.
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -14,34 +15,34 @@ import torch
 import wrapt
 
 from . import allocation, report, settings, state, workspace
+from .allocation import is_capturing, place
 from .detection import Function, Verdict, guard_in, judge, live_functions, parameters, resized
 from .importer import is_complete, is_lazy, namespace
 from .installed import gemm_functions
 from .lanes import SCRATCH
 from .names import GEMM, SITE_MODULES, UTILS
-from .sites import CUDNN_FIXED, GATES
+from .sites import CUDNN_FIXED, GATES, RUNNERS
 
 NOT_GENERAL = {"tinygemm"}  # for few rows, and K a multiple of 8: FlashInfer would fail or crawl with it alone
 
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+Call = Callable[..., Any]
+Wrapper = Callable[[Call, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Guard(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapper of ours. Pickled as the name that it stands under, and copied as itself, as the function is."""
 
     is_wsfix_guard = True
+    # torch.compile takes it for a function, since wrapt gives it the function's class, and then fails on it.
+    _torchdynamo_disable = True
 
     def __reduce_ex__(self, protocol: object) -> str:
         return self.__wrapped__.__qualname__
 
-    # torch.compile takes it for a function, since wrapt gives it the function's class, and then fails on it.
-    _torchdynamo_disable = True
-
-    def __copy__(self) -> "Guard":
+    def __deepcopy__(self, memo: object = None) -> "Guard":
         return self
 
-    def __deepcopy__(self, memo: object) -> "Guard":
-        return self
+    __copy__ = __deepcopy__
 
 
 class Patch(NamedTuple):
@@ -58,10 +59,16 @@ def is_guarded(value: object) -> bool:
     return guard_in(value) is not None
 
 
+def around(owner: Any, name: str, wrapper: Wrapper) -> list[Patch]:
+    """List the patch that puts ``wrapper`` around an attribute: none where a guard of ours is there already."""
+    original = vars(owner)[name]
+    return [] if is_guarded(original) else [Patch(owner, name, original, Guard(original, wrapper))]
+
+
 def site_guard(position: int, parameter: str) -> Wrapper:
     """Make the wrapper of a site that takes its workspace as ``parameter``, at ``position``."""
 
-    def wsfix_site(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wsfix_site(wrapped: Call, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The ordinary call: one attribute read on the tensor, one on its lane, one copy of the arguments.
         by_position = len(args) > position
         tensor = args[position] if by_position else kwargs.get(parameter)
@@ -81,18 +88,17 @@ def site_guard(position: int, parameter: str) -> Wrapper:
                     return wrapped(*arguments, **kwargs)
                 return wrapped(*args, **{**kwargs, parameter: buffer})
             except allocation.Overflow as overflow:
-                size, buffer = overflow.size, None
+                size, buffer = overflow.args[0], None
 
     return wsfix_site
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: Call) -> Call:
     """Keep torch.compile, where something uses it, from compiling what a guard of a compiled caller's site runs."""
-    disable = namespace(sys.modules.get("torch._dynamo")).get("disable")
-    if disable is None or not is_complete("torch._dynamo"):  # another thread imports it: nothing is compiled yet
-        return function
-    disabled: Callable[..., Any] = disable(function)
-    return disabled
+    name = "torch._dynamo"  # where another thread is importing it, nothing is compiled yet
+    dynamo = namespace(sys.modules.get(name)) if is_complete(name) else {}
+    disable: Callable[[Call], Call] | None = dynamo.get("disable")
+    return disable(function) if disable else function
 
 
 def _buffer_for(size: int, tensor: object) -> torch.Tensor | None:
@@ -111,7 +117,7 @@ def _buffer_for(size: int, tensor: object) -> torch.Tensor | None:
 def observer(position: int, parameter: str) -> Wrapper:
     """Make the wrapper that changes nothing and logs each move of a site's workspace."""
 
-    def wsfix_observe(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wsfix_observe(wrapped: Call, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[position] if len(args) > position else kwargs.get(parameter)
         if not isinstance(tensor, torch.Tensor):
             return wrapped(*args, **kwargs)
@@ -122,70 +128,58 @@ def observer(position: int, parameter: str) -> Wrapper:
 
 def observed(host: str, name: str | None, tensor: torch.Tensor, call: Callable[[], Any]) -> Any:
     """Make a host's call and log it where it moved ``tensor``. ``name``: of the lane, None for the one in the cache."""
-    old = (tensor.data_ptr(), tensor.numel())
+    old = place(tensor)
     try:
         return call()
     finally:
-        new = (tensor.data_ptr(), tensor.numel())
-        if new != old:
-            try:
-                key = None if name else workspace.cache_key(tensor)
-                name = name or (key[0] if key else SCRATCH)
-                capturing = allocation.is_capturing(tensor.device)
-                report.moved(f"MOVED by {host}", name, tensor.device, old, new, capturing, logging.WARNING)
-            except Exception as error:
-                report.failed(host.lower(), error, "the log of a workspace that moved")
+        try:
+            if place(tensor) != old:
+                name = name or (workspace.cache_key(tensor) or (SCRATCH,))[0]
+                report.moved(f"MOVED by {host}", name, tensor.device, old, place(tensor), is_capturing(tensor.device))
+        except Exception as error:
+            report.failed(host.lower(), error, "the log of a workspace that moved")
 
 
-def is_sm12x(device: torch.device) -> bool:
-    """Say whether ``device`` is an SM12x GPU (RTX PRO 6000, RTX 50xx, GB10)."""
-    try:
-        return bool(torch.cuda.get_device_capability(device)[0] == 12)
-    except Exception:  # not a CUDA device, or none that answers: then cuDNN is not ours to judge
-        return False
+def closes(name: str | None, device: torch.device) -> bool:
+    """Say whether the gate of this name would act on ``device``: an SM12x GPU (RTX PRO 6000, RTX 50xx, GB10).
+
+    bf16's only while cuDNN is not known to be fixed; fp8's always, as measured in production.
+    """
+    with suppress(Exception):  # not a CUDA device, or none that answers: then cuDNN is not ours to judge
+        if torch.cuda.get_device_capability(device)[0] == 12:
+            return not (name == "bf16" and _cudnn_is_fixed())
+    return False
 
 
 def _cudnn_is_fixed() -> bool:
     """Say whether the cuDNN that is loaded is known to be without D3."""
-    try:
+    with suppress(Exception):
         number = sys.modules["cudnn"].backend_version()  # 92301 for 9.23.1
-    except Exception:
-        return False
-    return (number // 10000, number // 100 % 100, number % 100) >= CUDNN_FIXED
+        return (number // 10000, number // 100 % 100, number % 100) >= CUDNN_FIXED
+    return False
 
 
-def closes(name: str | None, device: torch.device) -> bool:
-    """Say whether the gate of this name would act on ``device``.
+def gate(name: str, position: int, first: str) -> Wrapper:
+    """Make the wrapper that takes "cudnn" out of the list of runners on SM12x, where another can take any call.
 
-    bf16's only while cuDNN is not known to be fixed; fp8's always, as measured in production.
+    ``position``: of that list among the parameters; ``first``: the name of the first one, a matrix.
     """
-    return is_sm12x(device) and not (name == "bf16" and _cudnn_is_fixed())
 
-
-def gate(name: str, position: int, parameter: str, first: str) -> Wrapper:
-    """Make the wrapper that takes "cudnn" out of the list of runners on SM12x, where another can take any call."""
-
-    def wsfix_gate(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wsfix_gate(wrapped: Call, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_position = len(args) > position
-        runners: Iterable[str] | None = args[position] if by_position else kwargs.get(parameter)
-        matrix = args[0] if args else kwargs.get(first)
-        if runners is None or not isinstance(matrix, torch.Tensor) or "cudnn" not in runners:
-            return wrapped(*args, **kwargs)
+        runners: Iterable[str] = (args[position] if by_position else kwargs.get(RUNNERS)) or ()
+        matrix: Any = args[0] if args else kwargs.get(first)
         left = [runner for runner in runners if runner != "cudnn"]
-        if not set(left) - NOT_GENERAL or not closes(name, matrix.device):
+        acts = "cudnn" in runners and set(left) - NOT_GENERAL and isinstance(matrix, torch.Tensor)
+        if not acts or not closes(name, matrix.device):
             return wrapped(*args, **kwargs)
         state.count("gated_calls")
-        report.once(
-            logging.INFO,
-            ("gate", name),
-            f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x (replayed from CUDA graphs, its"
-            f" kernels read rewritten parameters there); it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off"
-            " undoes this. Whether FlashInfer's other cuDNN GEMMs (fp4, mxfp8, bmm_bf16, bf16_fp4) have that fault is"
-            " not known: they keep cuDNN.",
-        )
+        what = f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x, for its faults in CUDA graphs"
+        undone = f"it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off undoes this."
+        report.once(logging.INFO, ("gate", name), f"{what}; {undone}")
         if by_position:
             return wrapped(*args[:position], left, *args[position + 1 :], **kwargs)
-        return wrapped(*args, **{**kwargs, parameter: left})
+        return wrapped(*args, **{**kwargs, RUNNERS: left})
 
     return wsfix_gate
 
@@ -215,42 +209,34 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     version = namespace(sys.modules.get("flashinfer")).get("__version__")
     functions = _functions()
     verdict = judge(functions, version or "of unknown version")
+    cache: Any = namespace(sys.modules.get(UTILS)).get("_cache_buf")
+    is_ours = getattr(type(cache), "is_wsfix_cache", False)
+    if verdict.state == "guarded" and type(cache) is not dict and not is_ours:
+        reason = f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know"
+        risk = "nothing is guarded, and CUDA graphs may replay against freed memory"
+        verdict = Verdict("unsupported", f"{reason}: {risk}")
     if verdict.state != "guarded":
         return verdict, [], version
-    cache = namespace(sys.modules.get(UTILS)).get("_cache_buf")
-    if type(cache) is not dict and not getattr(type(cache), "is_wsfix_cache", False):
-        reason = (
-            f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know: nothing is"
-            " guarded, and CUDA graphs may replay against freed memory"
-        )
-        return Verdict("unsupported", reason), [], version
-    make = site_guard
-    if config.mode == "observe":
-        make = observer
-        verdict = verdict._replace(
-            state="observing",
-            reason=f"FlashInfer {version} moves its cuDNN workspace; each move is logged and NOTHING is guarded",
-        )
-    patches = []
-
-    def replace(module: str, name: str, wrapper: Wrapper) -> None:
-        original = namespace(sys.modules[module])[name]
-        if not is_guarded(original):
-            patches.append(Patch(sys.modules[module], name, original, Guard(original, wrapper)))
-
-    wrapped = []
+    observing = config.mode == "observe"
+    make = observer if observing else site_guard
+    wrappers: dict[tuple[str, str], Wrapper] = {}
     for function in functions:
-        name = f"{function.module}.{function.name}"
-        if name in verdict.sites and is_complete(function.module):
-            wrapped.append(name)
+        if f"{function.module}.{function.name}" in verdict.sites and is_complete(function.module):
             (parameter,) = resized(function.code)
-            replace(function.module, function.name, make(parameters(function.code).index(parameter), parameter))
-    for row in GATES if config.mode == "on" else ():
-        original = namespace(sys.modules.get(row.module)).get(row.function)
-        if row.name in config.gate and isinstance(original, FunctionType):
+            position = parameters(function.code).index(parameter)
+            wrappers[function.module, function.name] = make(position, parameter)
+    verdict = verdict._replace(sites=tuple(".".join(site) for site in wrappers))
+    if observing:
+        reason = f"FlashInfer {version} moves its cuDNN workspace; each move is logged and NOTHING is guarded"
+        verdict = verdict._replace(state="observing", reason=reason)
+    for name in () if observing else config.gate:
+        module, function_name = GATES[name]
+        original = namespace(sys.modules.get(module)).get(function_name)
+        if isinstance(original, FunctionType):
             names = parameters(original.__code__)
-            replace(row.module, row.function, gate(row.name, names.index(row.parameter), row.parameter, names[0]))
-    if type(cache) is dict:
-        kept = workspace.RetiringCache(cache, keeps=config.mode == "on")
-        patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, kept))
-    return verdict._replace(sites=tuple(wrapped)), patches, version
+            wrappers[module, function_name] = gate(name, names.index(RUNNERS), names[0])
+    patches = [patch for (module, name), it in wrappers.items() for patch in around(sys.modules[module], name, it)]
+    if not is_ours:
+        cache = Patch(sys.modules[UTILS], "_cache_buf", cache, workspace.RetiringCache(cache, keeps=not observing))
+        patches.append(cache)
+    return verdict, patches, version

@@ -46,19 +46,15 @@ class Finder:
     ``loaded(name)`` is called then; ``failed(name, error)`` where an error of ours prevents that.
     """
 
-    def __init__(
-        self, names: "Collection[str]", loaded: "Callable[[str], None]", failed: "Callable[[str, Exception], None]"
-    ) -> None:
-        self.names = names
-        self.loaded = loaded
-        self.failed = failed
+    def __init__(self, names: "Collection[str]", loaded: "Callable[..., None]", failed: "Callable[..., None]") -> None:
+        self.names, self.loaded, self.failed = names, loaded, failed
 
     def install(self) -> None:
         """Take the first place, and wait for the modules that another thread is importing right now."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
         # Their packages stand for the moment between a finder's answer and a module's own place in sys.modules.
-        for name in dict.fromkeys(name.partition(".")[0] for name in self.names) | dict.fromkeys(self.names):
+        for name in {*self.names, *(name.partition(".")[0] for name in self.names)}:
             spec = spec_of(sys.modules.get(name))
             if getattr(spec, "_initializing", False):
                 self._watch(spec)
@@ -82,23 +78,22 @@ class Finder:
         return None
 
     def _tell(self, spec: "Any", name: str) -> None:
+        """Have ``loaded`` called when the module of this spec has been executed."""
         try:
-            self._ask(spec)
+            execute = getattr(spec.loader, "exec_module", None)
+            if execute is None:  # of a namespace package, or as old as load_module
+                self._watch(spec)
+            elif not getattr(spec, "tells_wsfix", False) and not getattr(execute, "tells_wsfix", False):
+                self._ask(spec, execute)
         except Exception as error:
             self.failed(name, error)
 
-    def _ask(self, spec: "Any") -> None:
+    def _ask(self, spec: "Any", execute: "Callable[..., None]") -> None:
         """Replace ``exec_module`` of the spec's loader.
 
         An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on
         seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
         """
-        loader = spec.loader
-        execute = getattr(loader, "exec_module", None)
-        if execute is None:  # of a namespace package, or as old as load_module
-            return self._watch(spec)
-        if getattr(spec, "tells_wsfix", False) or getattr(execute, "tells_wsfix", False):
-            return
 
         def wsfix_exec_module(module: "Any") -> None:
             execute(module)  # theirs: not guarded by us
@@ -114,7 +109,7 @@ class Finder:
         wsfix_exec_module.tells_wsfix = True  # type: ignore[attr-defined]
         try:
             # Not setattr(): a loader that is a proxy (wrapt's) would hand it on to the loader that it stands around.
-            object.__setattr__(loader, "exec_module", wsfix_exec_module)
+            object.__setattr__(spec.loader, "exec_module", wsfix_exec_module)
             spec.tells_wsfix = True  # whatever loader another finder puts around this one
         except (AttributeError, TypeError):  # it takes no attributes
             self._watch(spec)

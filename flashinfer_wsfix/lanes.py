@@ -9,19 +9,20 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from . import allocation, report, settings, state
-from .allocation import arm, is_capturing
+from .allocation import arm, is_capturing, place
 from .names import AUTOTUNER
 from .sites import LANES
 
 STEP = 2 * settings.MIB  # generations are whole steps: the caching allocator's own granularity for large blocks
 SCRATCH = "scratch"
 NEVER = sys.maxsize
+TRIES = {4**power + 1 for power in range(1, 30)}  # after a growth that failed: which calls try it again
 
 
 class Lane:
@@ -32,7 +33,7 @@ class Lane:
     of FlashInfer's lives as long as the process.
     """
 
-    __slots__ = ("__weakref__", "current", "device", "failures", "generations", "high_water", "name", "refused", "rest")
+    __slots__ = ("__weakref__", "current", "device", "generations", "high_water", "name", "refused", "waited")
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
@@ -41,7 +42,7 @@ class Lane:
         self.generations: list[torch.Tensor] = []
         self.high_water = 0  # bytes: the largest size that did not fit; what fits is never seen
         self.refused = NEVER  # bytes: from this size on there was no memory
-        self.failures = self.rest = 0  # how often, and for how many calls it is not tried again
+        self.waited = 0  # calls that wanted as much since
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be None in a copy or a pickle: a lane is not the copy's, and what is saved must load without us."""
@@ -50,41 +51,34 @@ class Lane:
     def describe(self) -> tuple[Any, ...]:
         """Return the fields of ``report.LaneStatus``."""
         sizes = [buffer.numel() for buffer in self.generations]
-        address = self.generations[-1].data_ptr() if sizes else 0
+        address, _ = place(self.generations[-1] if sizes else None)
         return self.name, str(self.device), len(sizes), sum(sizes[-1:]), sum(sizes[:-1]), address, self.high_water
 
-    def buffer_for(self, size: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an armed buffer of at least ``size`` bytes for a call that was given ``tensor``.
+    def buffer_for(self, asked: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an armed buffer of at least ``asked`` bytes for a call that was given ``tensor``.
 
         Grows the lane, unless the current stream is capturing: a buffer made then would live in that graph's private
         pool and its zero-fill would only be recorded, so nothing made then is published. What is left in that case, or
         where growing fails, is FlashInfer's own buffer, if the lane has no generation yet and it is large enough, else
         a call-local one. Raises torch.OutOfMemoryError where there is no memory for that either.
         """
-        capturing = is_capturing(self.device)
-        overflows = size > 0
-        if self.name == SCRATCH:
-            size = max(size, tensor.numel())
+        capturing, scratch = is_capturing(self.device), self.name == SCRATCH
+        size = max(asked, tensor.numel()) if scratch or not self.generations else asked
         with state.lock:
-            self.high_water = max(self.high_water, size)
+            self.high_water = max(self.high_water, asked)
             if self.generations and self.generations[-1].numel() >= size:  # another thread was faster
                 self.current = self.generations[-1]
                 return self.current
-        fits_own = size <= tensor.numel() and not self.generations and self.name != SCRATCH
-        if not capturing and not (fits_own and not state.first_bytes) and self._may_grow(size):
+        fits_own = asked <= tensor.numel() and not self.generations and not scratch
+        if not capturing and (state.first_bytes or not fits_own) and self._may_grow(size):
             try:
-                return self.grow(size if self.generations else max(size, tensor.numel()))
+                return self.grow(size)
             except Exception as error:
-                self.refused, self.failures = size, self.failures + 1
-                self.rest = 4**self.failures
+                self.refused = size
                 why = str(error)  # not the exception itself, which holds the host's frames
-            report.once(
-                logging.WARNING,
-                ("grow", self.name, self.device),
-                f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({why}): calls that need"
-                " more than it has get temporary buffers, and it is tried again more and more seldom. If memory is"
-                " short, leave more of it free.",
-            )
+            what = f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({why})"
+            then = "calls that need more than it has get temporary buffers. If memory is short, leave more of it free"
+            report.once(logging.WARNING, ("grow", self.name, self.device), f"{what}: {then}.")
         if fits_own:
             own = arm(tensor.detach())
             with state.lock:  # until a plan overflows it: growing is not tried again at each call
@@ -95,33 +89,24 @@ class Lane:
             tuners = _measured.get(self.device) if is_measuring() else None
             if tuners is not None and tuners.current is not None and tuners.current.numel() >= size:
                 return tuners.current
-            if overflows:
-                self._tell_overflow(size)
+            if asked > 0:
+                self._tell_overflow(asked)
         return allocation.zeros(size, self.device)
 
     def _may_grow(self, size: int) -> bool:
         """Say whether a growth is worth a try: not at each call, once there was no memory for it."""
-        if size < self.refused or self.rest <= 0:
-            return True
-        self.rest -= 1
-        return False
+        self.waited += size >= self.refused
+        return size < self.refused or self.waited in TRIES
 
     def _tell_overflow(self, size: int) -> None:
         state.count("capture_overflows")
-        mib = -(-size // STEP) * STEP // settings.MIB
-        if all(self.name != row.name for row in LANES):  # vLLM's
-            advice = "Run that shape once before capture to avoid it."
-        elif size > state.first_bytes:
-            advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it."
-        else:
-            advice = "Call presize() before capture to avoid it: this lane had no generation when its capture began."
-        report.once(
-            logging.WARNING,
-            ("capture", self.name, self.device),
-            f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured,"
-            " more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay."
-            f" {advice}",
-        )
+        advice = "Call presize()" if self.name in LANES else "Run that shape once"  # not vLLM's
+        if self.name in LANES and size > state.first_bytes:
+            advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={-(-size // STEP) * STEP // settings.MIB} or call presize()"
+        what = f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured"
+        then = "more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay"
+        advice = f"{what}, {then}. {advice} before capture to avoid it."
+        report.once(logging.WARNING, ("capture", self.name, self.device), advice)
 
     def grow(self, size: int) -> torch.Tensor:
         """Publish a generation of at least ``size`` bytes and twice the last one, retire the last, return the new one.
@@ -137,30 +122,27 @@ class Lane:
             last = self.generations[-1] if self.generations else None
             if last is not None and last.numel() >= size:
                 return last
-            wanted = [2 * last.numel(), last.numel() * 3 // 2] if last is not None else [state.first_bytes]
-            make = allocation.zeroed
-            if self.name == SCRATCH:  # freed with its tensor, in the order of the caller's stream
-                make = allocation.zeros if is_measuring() else allocation.filled
-            buffer = self._largest(make, sorted({-(-max(size, each) // STEP) * STEP for each in (*wanted, size)}))
+            wanted = [state.first_bytes] if last is None else [2 * last.numel(), last.numel() * 3 // 2]
+            buffer = self._largest({-(-max(size, each) // STEP) * STEP for each in (*wanted, size)})
             with state.lock:
                 self.generations.append(buffer)
                 self.current = buffer
-                self.refused, self.failures, self.rest = NEVER, 0, 0
+                self.refused, self.waited = NEVER, 0
         if self.name != SCRATCH:
-            if last is not None:
-                state.count("growths")
-            old = (0, 0) if last is None else (last.data_ptr(), last.numel())
-            new = (buffer.data_ptr(), buffer.numel())
-            report.moved(f"generation {len(self.generations)}", self.name, self.device, old, new, False, logging.INFO)
+            state.count("growths", last is not None)
+            number = f"generation {len(self.generations)}"
+            report.moved(number, self.name, self.device, place(last), place(buffer), False)
         return buffer
 
-    def _largest(self, make: Callable[[int, torch.device], torch.Tensor], sizes: list[int]) -> torch.Tensor:
-        while True:
-            try:
-                return make(sizes.pop(), self.device)
-            except RuntimeError:  # torch's OutOfMemoryError is one
-                if not sizes:
-                    raise
+    def _largest(self, sizes: set[int]) -> torch.Tensor:
+        make = allocation.zeroed
+        if self.name == SCRATCH:  # freed with its tensor, in the order of the caller's stream
+            make = allocation.zeros if is_measuring() else allocation.filled
+        *larger, least = sorted(sizes, reverse=True)
+        for nbytes in larger:
+            with suppress(RuntimeError):  # torch's OutOfMemoryError is one
+                return make(nbytes, self.device)
+        return make(least, self.device)
 
 
 # A lane's lock for growing. A child of a fork starts with none: a thread that held one is not there.
@@ -192,5 +174,4 @@ def scratch(device: torch.device) -> Lane:
 
 def is_measuring() -> bool:
     """Say whether FlashInfer's auto-tuner is measuring in this thread: a graph that it captures now is thrown away."""
-    is_measuring = getattr(sys.modules.get(AUTOTUNER), "is_in_profile_measurement", None)
-    return is_measuring is not None and bool(is_measuring())
+    return bool(getattr(sys.modules.get(AUTOTUNER), "is_in_profile_measurement", bool)())

@@ -40,43 +40,26 @@ def _refresh(target: str) -> None:
         if _modes.setdefault(target, config.mode) != config.mode:
             undo(target)
             _modes[target] = config.mode
-        if config.mode == "off":
-            plan = _off
-        elif target == "flashinfer":
-            plan = guards.plan
-        else:
-            plan = vllm.plan
-        verdict, patches, version = plan(config)
+        plan = guards.plan if target == "flashinfer" else vllm.plan
+        off = Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded")
+        verdict, patches, version = plan(config) if config.mode != "off" else (off, [], None)
         if verdict.state in ("guarded", "observing"):
             _apply(target, patches)
         else:  # also where a module that came later has a site of an unknown shape: never half a patch
             undo(target)
         if target == "flashinfer":
-            guarding = verdict.state == "guarded"
             state.first_bytes = config.workspace_bytes
-            state.gates = config.gate if guarding else ()
+            state.gates = config.gate if verdict.state == "guarded" else ()
     report.record(target, verdict, version)
 
 
-def _off(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
-    return Verdict("disabled", f"{settings.PREFIX} is off: nothing is guarded"), [], None
-
-
 def _apply(target: str, patches: list[Patch]) -> None:
-    """Set every patch, and every copy of what it replaces that other modules made by name; all of them or none."""
-    done: list[Patch] = []
-    try:
-        for patch in [*patches, *_copies(patches)]:
-            done.append(patch)
-            setattr(patch.owner, patch.name, patch.replacement)
-        for patch in patches:
-            if isinstance(patch.replacement, workspace.RetiringCache):
-                patch.replacement.take(patch.original)
-    except BaseException:
-        for patch in reversed(done):
-            setattr(patch.owner, patch.name, patch.original)
-        raise
-    _applied[target].extend(done)
+    """Set every patch, and every copy of what it replaces that other modules made by name."""
+    for patch in [*patches, *_copies(patches)]:
+        _applied[target].append(patch)
+        setattr(patch.owner, patch.name, patch.replacement)
+        if isinstance(patch.replacement, workspace.RetiringCache):
+            patch.replacement.take(patch.original)
 
 
 def _copies(patches: list[Patch]) -> Iterator[Patch]:
@@ -101,12 +84,9 @@ def undo(target: str) -> list[str]:
     for patch in reversed(_applied[target]):
         current = vars(patch.owner).get(patch.name)
         if isinstance(patch.replacement, workspace.RetiringCache):
-            dict.clear(patch.original)
-            patch.original.update(patch.replacement)
+            patch.replacement.give_back(patch.original)
         if current is patch.replacement:
             setattr(patch.owner, patch.name, patch.original)
-        elif isinstance(patch.replacement, workspace.RetiringCache):  # of a module that was reloaded since
-            workspace.RetiringCache.retired.extend(patch.replacement.values())
         elif guards.is_guarded(current):
             left.append(patch)  # for the next time: by then the other tool may be gone
             where = f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}"

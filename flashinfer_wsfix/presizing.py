@@ -34,24 +34,21 @@ def presize(
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    known = [row.name for row in LANES]
-    names = known if lanes is None else list(lanes)
+    names = list(LANES if lanes is None else lanes)
     for name in names:
-        if name not in known:
-            raise ValueError(f"FlashInfer has no workspace {name!r}; the lanes are {', '.join(known)}")
+        if name not in LANES:
+            raise ValueError(f"FlashInfer has no workspace {name!r}; the lanes are {', '.join(LANES)}")
     if nbytes is not None and nbytes < 0:
         raise ValueError(f"a workspace cannot have {nbytes} bytes")
-    problem = None
+    problem = "a CUDA graph is being captured. Call it before the first capture" if is_capturing(where) else ""
     if not is_complete(UTILS) or not is_complete(GEMM_BASE):
         problem = "FlashInfer is not imported yet. Import it first"
-    elif is_capturing(where):
-        problem = "a CUDA graph is being captured. Call it before the first capture"
     if problem:
         return report.once(logging.WARNING, problem, f"presize() did nothing: {problem}.")
+    utils, size = sys.modules[UTILS], state.first_bytes if nbytes is None else nbytes
     for name in names:
-        own: torch.Tensor | None = sys.modules[UTILS]._cache_buf.get((name, where))
+        own: torch.Tensor | None = utils._cache_buf.get((name, where))
         stock = sys.modules[GEMM_BASE].DEFAULT_WORKSPACE_SIZE if own is None else own.numel()
-        size = state.first_bytes if nbytes is None else nbytes
         if size and report.verdict_of("flashinfer").state == "guarded":
             # Before FlashInfer's own buffer, which becomes the beginning of it.
             found = lane(name, where)
@@ -60,6 +57,6 @@ def presize(
         if own is None:
             # By position: the size's parameter is `bytes` up to 0.6.x and `num_bytes` from 0.7.0 on, and `zero_init`,
             # which would make no difference to a lane of ours, is not there up to 0.5.3.
-            made = sys.modules[UTILS]._get_cache_buf(name, stock, where)
+            made = utils._get_cache_buf(name, stock, where)
             if "resize_" not in vars(made):  # a lane's own was born zeroed, and may be in use
                 made.zero_()

@@ -11,12 +11,12 @@ from . import settings, state
 from .detection import Verdict
 from .names import CUTLASS_MLA
 
+HOSTS = {"flashinfer": "FlashInfer", "vllm": "vLLM"}
 PENDING = {
     "flashinfer": Verdict("pending", "no import of FlashInfer was seen in this process yet"),
     "vllm": Verdict("pending", "no import of vLLM's CUTLASS MLA backend or warm-up was seen in this process yet"),
 }
 INACTIVE = Verdict("disabled", "flashinfer-wsfix is not active in this process: nothing is guarded")
-HOSTS = {"flashinfer": "FlashInfer", "vllm": "vLLM"}
 
 
 class TargetStatus(NamedTuple):
@@ -63,10 +63,7 @@ class Status(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries, lists, strings and integers, ready for ``json.dumps``."""
-        return self._asdict() | {
-            "targets": [target._asdict() for target in self.targets],
-            "lanes": [lane._asdict() for lane in self.lanes],
-        }
+        return self._asdict() | {name: [row._asdict() for row in getattr(self, name)] for name in ("targets", "lanes")}
 
 
 def verdict_of(target: str) -> Verdict:
@@ -74,14 +71,14 @@ def verdict_of(target: str) -> Verdict:
     if not state.routes:
         return INACTIVE
     verdict = state.verdicts.get(target, PENDING[target])
-    if target in state.errors:
-        return verdict._replace(reason=f"{verdict.reason}; but {state.errors[target]}")
-    return verdict
+    error = state.errors.get(target)
+    return verdict._replace(reason=f"{verdict.reason}; but {error}") if error else verdict
 
 
 def status() -> Status:
     """Return a frozen record of what is guarded in this process and what has happened since. Imports nothing new."""
     workspace = sys.modules.get(f"{__package__}.workspace")
+    lanes = workspace.look() if workspace else ()
     with state.lock:
         return Status(
             version=sys.modules[__package__].__version__,
@@ -89,7 +86,7 @@ def status() -> Status:
             routes=tuple(state.routes),
             targets=tuple(TargetStatus(name, state.versions.get(name), *verdict_of(name)) for name in HOSTS),
             gates=state.gates,
-            lanes=tuple(LaneStatus(*lane.describe()) for lane in (workspace.lanes() if workspace else ())),
+            lanes=tuple(LaneStatus(*lane.describe()) for lane in lanes),
             **state.counters,
         )
 
@@ -106,19 +103,19 @@ def record(target: str, verdict: Verdict, version: str | None) -> None:
     """Keep a target's verdict, and say it once: INFO where all is well, one WARNING where the server is at risk."""
     if version:
         state.versions[target] = version
-    before = state.verdicts.get(target, PENDING[target])
+    known = [other[:2] for other in state.verdicts.values()]
     state.verdicts[target] = verdict
-    if verdict[:2] == before[:2]:  # a module of the target that came later, or a reload
+    if verdict[:2] in known:  # a module of the target that came later, a reload, or both targets are switched off
         return
-    if verdict.state in ("unsupported", "failed"):
-        log(logging.WARNING, f"{verdict.reason}.")
-    elif verdict.state == "guarded":
-        gate = f"; gate on SM12x: {', '.join(state.gates)}" if target == "flashinfer" and state.gates else ""
-        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(state.routes)}).")
-    elif verdict.state == "disabled":  # the same for both targets
-        once(logging.INFO, verdict.reason, f"{verdict.reason}.")
-    else:
-        log(logging.INFO, f"{verdict.reason}{_removal()}.")
+    at_risk = verdict.state in ("unsupported", "failed")
+    sentence = verdict.reason
+    if verdict.state == "guarded" and target == "flashinfer" and state.gates:
+        sentence += f"; gate on SM12x: {', '.join(state.gates)}"
+    if not at_risk:
+        sentence += _removal()
+    if verdict.state == "guarded":
+        sentence += f" (activated by {', '.join(state.routes)})"
+    log(logging.WARNING if at_risk else logging.INFO, f"{sentence}.")
 
 
 def _removal() -> str:
@@ -163,42 +160,32 @@ def once(level: int, key: object, sentence: str) -> None:
         log(level, sentence)
 
 
-def moved(
-    what: str, lane: str, device: object, old: tuple[int, int], new: tuple[int, int], capturing: bool, level: int
-) -> None:
+def moved(what: str, lane: str, device: object, old: tuple[int, int], new: tuple[int, int], capturing: bool) -> None:
     """Log that a lane's address changed: ``old`` and ``new`` are (address, bytes), (0, 0) for none."""
-    log(
-        level,
-        f"{what}: lane {lane} on {device}, {old[1]} bytes at {old[0]:#x} -> {new[1]} bytes at {new[0]:#x}, capturing"
-        f" {'yes' if capturing else 'no'}, thread {threading.current_thread().name}, called from {_caller()}",
-    )
-
-
-def _caller() -> str:
     frame = sys._getframe(1)
     between = (__package__, "torch", "wrapt")  # torch: where dynamo keeps from compiling us
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
-    """Standard error, for as long as the application has set up no logging of its own."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            super().emit(record)
+    log(
+        logging.WARNING if what.startswith("MOVED") else logging.INFO,
+        f"{what}: lane {lane} on {device}, {old[1]} bytes at {old[0]:#x} -> {new[1]} bytes at {new[0]:#x}, capturing"
+        f" {'yes' if capturing else 'no'}, thread {threading.current_thread().name}, called from"
+        f" {frame.f_code.co_filename}:{frame.f_lineno}",
+    )
 
 
 def log(level: int, sentence: str) -> None:
-    """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours."""
+    """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours.
+
+    To standard error as well, for as long as the application has set up no logging of its own.
+    """
     with suppress(Exception):  # a broken handler of the application's must not reach the host's call
         host = "vllm." if logging.getLogger("vllm").handlers else ""
         logger = logging.getLogger(f"{host}flashinfer_wsfix")
-        if not host and not logger.handlers:
-            handler = _Handler()
-            handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-            logger.addHandler(handler)
         if logger.level == logging.NOTSET:  # unless the application has set one
             logger.setLevel(settings.read()[0].log)
-        logger.log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)
+        sentence = f"flashinfer-wsfix[{os.getpid()}]: {sentence}"
+        if logger.hasHandlers():
+            logger.log(level, "%s", sentence)
+        if not host and not logging.getLogger().handlers and logger.isEnabledFor(level):
+            sys.stderr.write(f"{logging.getLevelName(level)} {sentence}\n")

@@ -1,24 +1,25 @@
 """The environment variables: what they are, what they may say, and what is used where they make no sense."""
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from .sites import GATES, LANES
 
 PREFIX = "FLASHINFER_WSFIX"
 MIB = 1 << 20
-ON, OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
+MODES = {word: "on" if on else "off" for word, on in SWITCH.items()} | {"observe": "observe"}
+LEVELS = {level.lower(): level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 
 class Setting(NamedTuple):
-    """One variable: the name of its field, the variable, its default as one would write it, and what it takes."""
+    """One variable: its default as one would write it, what it takes, and how its text is read, in lower case."""
 
-    field: str
     variable: str
     default: str
     takes: str
-    parse: Callable[[str], object]
+    parse: Callable[[str], Any]
 
 
 class Settings(NamedTuple):
@@ -33,81 +34,48 @@ class Settings(NamedTuple):
     log: str
 
 
-def _switch(text: str) -> bool:
-    if text.lower() in ON:
-        return True
-    if text.lower() in OFF:
-        return False
-    raise ValueError(text)
+def _bytes(mebibytes: str) -> int:
+    if not 0 <= int(mebibytes) <= 65536:
+        raise ValueError(mebibytes)
+    return int(mebibytes) * MIB
 
 
-def _mode(text: str) -> str:
-    if text.lower() == "observe":
-        return "observe"
-    return "on" if _switch(text) else "off"
-
-
-def _mebibytes(text: str) -> int:
-    mebibytes = int(text)
-    if not 0 <= mebibytes <= 65536:
-        raise ValueError(text)
-    return mebibytes * MIB
-
-
-def _chosen(text: str, names: tuple[str, ...]) -> tuple[str, ...]:
+def _chosen(text: str, names: Iterable[str]) -> tuple[str, ...]:
     chosen = {part.strip() for part in text.split(",")} - {""}
-    if not chosen or not chosen <= set(names):
+    if not SWITCH.get(text, True):
+        return ()
+    if not chosen or chosen.difference(names):
         raise ValueError(text)
     return tuple(name for name in names if name in chosen)
 
 
-def _gate(text: str) -> tuple[str, ...]:
-    if text.lower() in OFF:
-        return ()
-    return _chosen(text.lower(), tuple(gate.name for gate in GATES))
-
-
 def _presize(text: str) -> str | tuple[str, ...]:
-    if text.lower() in OFF:
-        return ()
-    if text.lower() in ("used", "all"):
-        return text.lower()
-    return _chosen(text, tuple(lane.name for lane in LANES))
+    return text if text in ("used", "all") else _chosen(text, LANES)
 
 
-def _level(text: str) -> str:
-    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
-        raise ValueError(text)
-    return text.upper()
-
-
-SETTINGS = (
-    Setting("mode", PREFIX, "1", "1, 0 or observe", _mode),
-    Setting("workspace_bytes", PREFIX + "_WORKSPACE_MIB", "40", "a whole number of MiB from 0 to 65536", _mebibytes),
-    Setting("gate", PREFIX + "_GATE", "fp8,bf16", "fp8, bf16, fp8,bf16 or off", _gate),
-    Setting("vllm", PREFIX + "_VLLM", "1", "1 or 0", _switch),
-    Setting("presize", PREFIX + "_PRESIZE", "used", "used, all, off, or names of lanes joined by commas", _presize),
-    Setting("strict", PREFIX + "_STRICT", "0", "1 or 0", _switch),
-    Setting("log", PREFIX + "_LOG", "INFO", "DEBUG, INFO, WARNING or ERROR", _level),
-)
+SETTINGS = {
+    "mode": Setting(PREFIX, "1", "1, 0 or observe", MODES.__getitem__),
+    "workspace_bytes": Setting(PREFIX + "_WORKSPACE_MIB", "40", "a whole number of MiB from 0 to 65536", _bytes),
+    "gate": Setting(PREFIX + "_GATE", "fp8,bf16", "fp8, bf16, fp8,bf16 or off", lambda text: _chosen(text, GATES)),
+    "vllm": Setting(PREFIX + "_VLLM", "1", "1 or 0", SWITCH.__getitem__),
+    "presize": Setting(PREFIX + "_PRESIZE", "used", "used, all, off, or names of lanes joined by commas", _presize),
+    "strict": Setting(PREFIX + "_STRICT", "0", "1 or 0", SWITCH.__getitem__),
+    "log": Setting(PREFIX + "_LOG", "INFO", "DEBUG, INFO, WARNING or ERROR", LEVELS.__getitem__),
+}
 
 
 def read() -> tuple[Settings, list[str]]:
     """Read the variables as they are now. The second value has one sentence for each that makes no sense."""
-    complaints = []
-    values = {}
-    for setting in SETTINGS:
-        text = os.environ.get(setting.variable, "").strip() or setting.default
+    values, complaints, known = {}, [], {row.variable for row in SETTINGS.values()}
+    for field, row in SETTINGS.items():
+        text = os.environ.get(row.variable, "").strip() or row.default
         try:
-            values[setting.field] = setting.parse(text)
-        except ValueError:
-            values[setting.field] = setting.parse(setting.default)
-            complaints.append(
-                f"{setting.variable}={text!r} makes no sense (it takes {setting.takes});"
-                f" the default {setting.default!r} is used"
-            )
-    known = {setting.variable for setting in SETTINGS}
+            values[field] = row.parse(text.lower())
+        except (KeyError, ValueError):
+            values[field] = row.parse(row.default.lower())
+            sense = f"makes no sense (it takes {row.takes}); the default {row.default!r} is used"
+            complaints.append(f"{row.variable}={text!r} {sense}")
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable not in known:
             complaints.append(f"{variable} is not a setting of flashinfer-wsfix and does nothing")
-    return Settings(**values), complaints  # type: ignore[arg-type]
+    return Settings(**values), complaints

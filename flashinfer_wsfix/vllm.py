@@ -10,14 +10,15 @@ import torch
 
 from . import allocation, lanes, report, settings, state
 from .detection import Verdict, live_functions, parameters, resizes_only
-from .guards import Guard, Patch, Wrapper, closes, is_guarded, observed
+from .guards import Call, Patch, Wrapper, around, closes, is_guarded, observed
 from .importer import is_complete, namespace
 from .names import UTILS
 from .presizing import presize
 from .sites import LANES, SM100_WORKSPACE, WARMUP
+from .workspace import ATTRIBUTE
 
-LOCAL = "_wsfix_local"  # on a buffer of one captured call: nobody else's to use
-VIEW = "_wsfix_view"  # on a generation: what vLLM has of it, unarmed, since it must work without us as well
+NAME = SM100_WORKSPACE[1]
+VIEW = "_wsfix_view"  # on a generation: what vLLM has of it, not armed, since it must work without us as well
 
 
 class _Asking:
@@ -42,54 +43,50 @@ def _lane_of(instance: Any) -> lanes.Lane:
     """
     buffer = instance._workspace_buf
     with state.lock:
-        lane = _lanes.get(instance)
-        if lane is None:
-            name = SM100_WORKSPACE[1]
-            taken = sum(lane.name.startswith(name) and lane.device == buffer.device for lane in lanes.lanes())
-            lane = _lanes[instance] = lanes.lane(f"{name}.{taken}" if taken else name, buffer.device)
-        known = [generation.data_ptr() for generation in lane.generations]
-        if buffer.data_ptr() not in known and not hasattr(buffer, LOCAL):
-            smaller = bool(known) and buffer.numel() < lane.generations[-1].numel()
+        if instance not in _lanes:
+            taken = sum(lane.name.startswith(NAME) and lane.device == buffer.device for lane in lanes.lanes())
+            _lanes[instance] = lanes.lane(f"{NAME}.{taken}" if taken else NAME, buffer.device)
+        lane = _lanes[instance]
+        if getattr(buffer, ATTRIBUTE, None) is not lane:
+            setattr(buffer, ATTRIBUTE, lane)
             setattr(buffer, VIEW, buffer)
-            lane.generations.insert(0 if smaller else len(known), buffer)
+            smaller = lane.generations and buffer.numel() < lane.generations[-1].numel()
+            lane.generations.insert(0 if smaller else len(lane.generations), buffer)
         return lane
 
 
 def _publish(instance: Any, lane: lanes.Lane, buffer: torch.Tensor) -> None:
     """Give vLLM the newest generation, or ``buffer`` where that is larger: of one call alone."""
     with state.lock:
-        newest = lane.generations[-1]  # not `buffer`: another thread may have grown the lane further since
-        if newest.numel() < buffer.numel():
-            instance._workspace_buf = buffer.detach()
-            setattr(instance._workspace_buf, LOCAL, True)
-            return
-        if not hasattr(newest, VIEW):
-            setattr(newest, VIEW, newest.detach())
-        instance._workspace_buf = getattr(newest, VIEW)
+        # Another thread may have grown the lane further since.
+        buffer = max(buffer, lane.generations[-1], key=torch.Tensor.numel)
+        if not hasattr(buffer, VIEW):
+            setattr(buffer, VIEW, buffer.detach())
+            setattr(getattr(buffer, VIEW), ATTRIBUTE, lane)
+        instance._workspace_buf = getattr(buffer, VIEW)
 
 
-def workspace_guard(ensure_size: FunctionType) -> Wrapper:
+def workspace_guard(ensure_size: Call) -> Wrapper:
     """Make the wrapper that lets ``SM100Workspace.ensure_size`` say what it needs, and grows by a lane's rules."""
 
     def wsfix_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             lane = _lane_of(instance)
-            buffer = lane.generations[-1]
+            buffer, size = lane.generations[-1], 0
             asking = _Asking(instance, buffer)
         except Exception as error:
-            report.failed("vllm", error, f"vLLM's {SM100_WORKSPACE[1]}")
+            report.failed("vllm", error, f"vLLM's {NAME}")
             return wrapped(*args, **kwargs)
-        size = 0
         try:
             ensure_size(asking, *args, **kwargs)
         except allocation.Overflow as overflow:
-            size = overflow.size
+            size = overflow.args[0]
         try:
             _publish(instance, lane, lane.buffer_for(size, buffer) if size else buffer)
         except RuntimeError:  # torch has no memory: vLLM's own call would say the same
             raise
         except Exception as error:
-            report.failed("vllm", error, f"vLLM's {SM100_WORKSPACE[1]}")
+            report.failed("vllm", error, f"vLLM's {NAME}")
             return wrapped(*args, **kwargs)
         return None
 
@@ -98,39 +95,30 @@ def workspace_guard(ensure_size: FunctionType) -> Wrapper:
 
 def wsfix_observe_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Change nothing, and log each move."""
-    observed("vLLM", SM100_WORKSPACE[1], instance._workspace_buf, lambda: wrapped(*args, **kwargs))
+    observed("vLLM", NAME, instance._workspace_buf, lambda: wrapped(*args, **kwargs))
 
 
 def wsfix_kernel_warmup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run vLLM's warm-up, then presize the lanes of the worker's device: what comes next is the capture."""
     result = wrapped(*args, **kwargs)
     try:
-        worker = args[0] if args else kwargs.get(WARMUP[2])
-        device = getattr(worker, "device", None)
+        device = getattr(args[0] if args else kwargs.get(WARMUP[2]), "device", None)
         if device is not None and is_complete(UTILS):
             presize(device, lanes=_lanes_to_presize(torch.device(device)))
     except torch.OutOfMemoryError as error:
-        report.once(
-            logging.WARNING,
-            "warm-up",
-            f"the workspaces could not be presized before capture ({error}): they grow when they are first used.",
-        )
+        sentence = f"the workspaces could not be presized before capture ({error}): they grow when they are first used."
+        report.once(logging.WARNING, "warm-up", sentence)
     except Exception as error:
         report.failed("vllm", error, "presizing at vLLM's warm-up")
     return result
 
 
 def _lanes_to_presize(device: torch.device) -> list[str]:
-    config, _ = settings.read()
-    cache = sys.modules[UTILS]._cache_buf
-    names = []
-    for lane in LANES:
-        gated = lane.gate in state.gates and closes(lane.gate, device)  # no cuDNN there: memory for nothing
-        chosen = lane.name in config.presize or config.presize == "all"
-        used = config.presize == "used" and (lane.name, device) in cache
-        if not gated and (chosen or used):
-            names.append(lane.name)
-    return names
+    chosen, cache = settings.read()[0].presize, sys.modules[UTILS]._cache_buf
+    if chosen in ("used", "all"):
+        chosen = tuple(name for name in LANES if chosen == "all" or (name, device) in cache)
+    # Not those that are gated: there is no cuDNN, and that would be memory for nothing.
+    return [name for name in chosen if not (LANES[name] in state.gates and closes(LANES[name], device))]
 
 
 def _is_plain(function: object) -> bool:
@@ -153,29 +141,22 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
         codes = [(found.name, found.code) for found in live_functions(sys.modules[module])]
         moving = [(name, code.co_name) for name, code in codes if "resize_" in code.co_names]
         known = moving == [(class_name, method)] and _is_plain(ensure_size)
-        known = known and resizes_only(ensure_size.__code__, buffer)
-        if known and not is_guarded(ensure_size):
-            wrapper = wsfix_observe_ensure_size if observing else workspace_guard(ensure_size)
-            patches.append(Patch(owner, method, ensure_size, Guard(ensure_size, wrapper)))
-        if known or is_guarded(ensure_size):
+        if is_guarded(ensure_size) or (known and resizes_only(ensure_size.__code__, buffer)):
+            patches += around(owner, method, wsfix_observe_ensure_size if observing else workspace_guard(ensure_size))
             sites.append(f"{module}.{class_name}.{method}")
             said.append(f"{class_name} is {'observed, and NOTHING is guarded' if observing else 'guarded'}")
-        elif moving or (ensure_size is not None and not _is_plain(ensure_size)):
-            reason = (
-                f"{vllm} resizes its {class_name} in a way that flashinfer-wsfix does not know: nothing of vLLM is"
-                " guarded, and CUDA graphs with CUTLASS MLA may replay against freed memory"
-            )
-            return Verdict("unsupported", reason), [], version
+        elif moving or not (ensure_size is None or _is_plain(ensure_size)):
+            unknown = f"{vllm} resizes its {class_name} in a way that flashinfer-wsfix does not know"
+            risk = "nothing of vLLM is guarded, and CUDA graphs with CUTLASS MLA may replay against freed memory"
+            return Verdict("unsupported", f"{unknown}: {risk}"), [], version
         else:
             said.append(f"its {class_name} is never resized")
 
     module, function, parameter = WARMUP
     if is_complete(module) and not observing:
         warmup: Any = vars(sys.modules[module]).get(function)
-        known = _is_plain(warmup) and parameters(warmup.__code__)[:1] == (parameter,)
-        if known and not is_guarded(warmup):
-            patches.append(Patch(sys.modules[module], function, warmup, Guard(warmup, wsfix_kernel_warmup)))
-        if known or is_guarded(warmup):
+        if is_guarded(warmup) or (_is_plain(warmup) and parameters(warmup.__code__)[:1] == (parameter,)):
+            patches += around(sys.modules[module], function, wsfix_kernel_warmup)
             sites.append(f"{module}.{function}")
             said.append("its warm-up presizes FlashInfer's workspaces")
         else:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from . import allocation, report, state
+from .allocation import is_capturing, place
 from .lanes import Lane, lane, lanes, scratch
 from .names import UTILS
 from .sites import LANES
@@ -19,8 +20,6 @@ __all__ = ["ATTRIBUTE", "Lane", "RetiringCache", "cache_key", "lane_of", "lanes"
 Key = tuple[str, torch.device]
 
 ATTRIBUTE = "_wsfix_lane"  # on a tensor that a site was given: its Lane
-NAMES = {row.name for row in LANES}
-CACHE = "a request for one of FlashInfer's buffers"
 
 
 def lane_of(tensor: torch.Tensor) -> Lane:
@@ -33,11 +32,9 @@ def lane_of(tensor: torch.Tensor) -> Lane:
         found: Lane | None = getattr(tensor, ATTRIBUTE, None)
         if found is None:
             key = cache_key(tensor)
-            if key is None:
-                found = scratch(tensor.device)
-            else:
-                found = lane(*key, on=tensor.device)
-                hold(key)
+            found = lane(*key, on=tensor.device) if key else scratch(tensor.device)
+            if key:
+                getattr(sys.modules[UTILS]._cache_buf, "held", {})[key] = tensor
             setattr(tensor, ATTRIBUTE, found)
         return found
 
@@ -48,10 +45,12 @@ def cache_key(tensor: torch.Tensor) -> Key | None:
     return next((key for key, buffer in list(cache.items()) if buffer is tensor), None)
 
 
-def hold(key: Key) -> None:
-    """Never let go of the buffer that FlashInfer's cache has under this key: a graph may hold its address."""
-    held: set[Key] = getattr(sys.modules[UTILS]._cache_buf, "held", set())
-    held.add(key)
+def look() -> tuple[Lane, ...]:
+    """List the lanes, with all counted that has left FlashInfer's cache by now."""
+    cache = sys.modules[UTILS]._cache_buf if UTILS in sys.modules else None
+    if isinstance(cache, RetiringCache):
+        cache.settle()
+    return lanes()
 
 
 class _Resize:
@@ -74,18 +73,6 @@ class _Resize:
         return lambda *size: torch.Tensor.resize_(memo[id(self.tensor)], *size)
 
 
-def own(tensor: torch.Tensor, found: Lane) -> None:
-    """Mark a tensor that the host has of a lane's memory: its own resize_ must not free what a graph may hold."""
-    setattr(tensor, ATTRIBUTE, found)
-    tensor.resize_ = _Resize(tensor)
-    tensor.__getstate__ = _saved  # torch asks the tensor for it
-
-
-def _saved() -> dict[str, None]:
-    """Return what a pickle or a shallow copy has of our marks: it must load without us, and is no lane's."""
-    return {ATTRIBUTE: None}
-
-
 def _begin(tensor: torch.Tensor, generation: torch.Tensor, nbytes: int) -> None:
     """Let a tensor be the first bytes of a generation; what it was before is freed."""
     tensor.set_(generation.untyped_storage(), 0, (nbytes,), (1,))
@@ -98,19 +85,17 @@ def _adopt(key: Key, buffer: torch.Tensor) -> bool:
     of its own where no generation is wanted before a plan overflows it.) Returns False where it must not enter: under
     capture it lives in that graph's private pool, and its zero-fill is recorded.
     """
-    capturing = allocation.is_capturing(buffer.device)
-    try:
-        found = lane(*key, on=buffer.device)
-        setattr(buffer, ATTRIBUTE, found)
+    capturing = is_capturing(buffer.device)
+    found = lane(*key, on=buffer.device)
+    setattr(buffer, ATTRIBUTE, found)
+    with suppress(RuntimeError):  # no memory: the lane's first call tries again, and says so
         if not capturing:
             make = found.grow if state.first_bytes else partial(allocation.zeroed, device=buffer.device)
             _begin(buffer, make(buffer.numel()), buffer.numel())
-            own(buffer, found)
+            buffer.resize_ = _Resize(buffer)
+            # What torch saves of it, in a pickle or a shallow copy: that must load without us, and is no lane's.
+            buffer.__getstate__ = lambda: {ATTRIBUTE: None}
             return True
-    except RuntimeError:  # no memory: the lane's first call tries again, and says so
-        pass
-    except Exception as error:
-        report.failed("flashinfer", error, "a buffer of FlashInfer's")
     with suppress(RuntimeError):  # an inference tensor, outside of inference mode
         buffer.zero_()
     return not capturing
@@ -128,115 +113,86 @@ class RetiringCache(dict[Key, torch.Tensor]):
     born: ClassVar[dict[Key, torch.Tensor]] = {}  # by a lane's key: what FlashInfer made last under capture
 
     def __init__(self, cache: dict[Key, torch.Tensor], keeps: bool = True) -> None:
-        super().__init__(cache)
         self.keeps = keeps
-        self.held = set(cache)  # keys of buffers whose address a graph may hold
+        self.held: dict[Key, torch.Tensor] = {}  # what a graph may hold, kept in whichever way it leaves the cache
+        self.take(cache)
+
+    def take(self, cache: dict[Key, torch.Tensor]) -> None:
+        """Take what is in the plain dictionary, also what another thread has put there since ours was made of it."""
+        for key, buffer in list(cache.items()):
+            self.setdefault(key, buffer)
+            if self.keeps:
+                self.held.setdefault(key, buffer)
+
+    def give_back(self, cache: dict[Key, torch.Tensor]) -> None:
+        """Let the plain dictionary have what is here, and go on holding what a graph may hold."""
+        self.retired.extend(self.held.values())
+        cache.clear()
+        cache.update(self)
 
     # What torch.compile finds in FlashInfer's _get_cache_buf: it cannot compile a closure or a lock on its way.
     def get(self, key: Key, default: Any = None) -> Any:
-        self._fetched(key)
+        self._fetched(key, super().get(key))
         return super().get(key, default)
 
     def __getitem__(self, key: Key) -> torch.Tensor:
-        self._fetched(key)
+        self._fetched(key, super().get(key))
         return super().__getitem__(key)
 
     def __setitem__(self, key: Key, buffer: torch.Tensor) -> None:
-        if not self._entered(key, buffer):
+        if torch.compiler.is_dynamo_compiling() or self._may_enter(key, buffer):
             super().__setitem__(key, buffer)
+            self._fetched(key, buffer)
 
-    def _is_captured(self, key: Key) -> bool:
-        return key in self and _is_captured(dict.__getitem__(self, key).device)
-
-    def take(self, cache: dict[Key, torch.Tensor]) -> None:
-        """Take what another thread has put into the plain dictionary since ours was made of it."""
-        for key in cache.keys() - self.keys():
-            super().__setitem__(key, cache[key])
-            self.held.add(key)
-
-    def _fetched(self, key: Key) -> None:
+    def _may_enter(self, key: Key, buffer: torch.Tensor) -> bool:
+        """Look at a buffer that FlashInfer has made; False where the cache must not have it."""
         try:
+            old = super().get(key)
+            if old is buffer:
+                return True
+            if self.keeps and _is_lanes(key, buffer) and not _adopt(key, buffer):
+                self.born[key] = buffer  # the one before is that graph's as any temporary is
+                return False
+            if not self.keeps and old is not None:
+                capturing = is_capturing(old.device)
+                report.moved("MOVED by FlashInfer", key[0], old.device, place(old), place(buffer), capturing)
+        except Exception as error:
+            report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
+        return True
+
+    def _fetched(self, key: Key, buffer: torch.Tensor | None) -> None:
+        """Hold a buffer that FlashInfer gets, if it is a lane's or a graph that is being captured gets its address."""
+        try:
+            if buffer is None or not self.keeps:
+                return
             # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
             # again, so that all that it fetches counts as held.
-            if torch.compiler.is_dynamo_compiling() or (key not in self.held and self._is_captured(key)):
-                self.held.add(key)
-        except Exception as error:
-            report.failed("flashinfer", error, CACHE)
-
-    def _entered(self, key: Key, buffer: torch.Tensor) -> bool:
-        """Take a buffer in, or keep it out; False where that is left to the dictionary."""
-        try:
             if torch.compiler.is_dynamo_compiling():
-                return False
-            if self.keeps and _is_lanes(key, buffer):
-                if super().get(key) is not buffer and not _adopt(key, buffer):
-                    self.born[key] = buffer  # the one before is that graph's as any temporary is
-                    return True
-                self._set(key, buffer)
-                self.held.add(key)
-            else:
-                self._set(key, buffer)
-                self._fetched(key)
-            return True
+                self.held[key] = buffer
+            elif self.held.get(key) is not buffer:
+                if key in self.held:
+                    self.settle()
+                if _is_lanes(key, buffer) or is_capturing(buffer.device):
+                    self.held[key] = buffer
         except Exception as error:
-            report.failed("flashinfer", error, CACHE)
-            return False
+            report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
 
-    @staticmethod
-    def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
-        def wsfix_change(self: "RetiringCache", *args: Any, **kwargs: Any) -> Any:
-            before = self._before()
-            try:
-                return change(self, *args, **kwargs)
-            finally:
-                self._after(before)
-
-        return wsfix_change
-
-    _set = _changing(dict.__setitem__)
-    __delitem__ = _changing(dict.__delitem__)
-    __ior__ = _changing(dict.__ior__)
-    clear = _changing(dict.clear)
-    pop = _changing(dict.pop)
-    popitem = _changing(dict.popitem)
-    update = _changing(dict.update)
-
-    def _before(self) -> dict[Key, torch.Tensor] | None:
-        """Hold the lock until ``_after``, and tell what is there now; None after an error of ours."""
-        try:
-            state.lock.acquire()
-            return self.copy()
-        except Exception as error:
-            report.failed("flashinfer", error, CACHE)
-            return None
-
-    def _after(self, before: dict[Key, torch.Tensor] | None) -> None:
-        if before is None:
-            return
-        try:
-            left = {key: buffer for key, buffer in before.items() if dict.get(self, key) is not buffer}
-            held = self.held & left.keys()
-            self.held -= held
-            state.lock.release()
-            for key, buffer in left.items():
-                new = dict.get(self, key)
-                if self.keeps and key in held:
-                    keep(str(key[0] if isinstance(key, tuple) else key), buffer)
-                elif not self.keeps and new is not None:
-                    old, now = ((tensor.data_ptr(), tensor.nbytes) for tensor in (buffer, new))
-                    capturing = allocation.is_capturing(buffer.device)
-                    report.moved("MOVED by FlashInfer", key[0], buffer.device, old, now, capturing, logging.WARNING)
-        except Exception as error:
-            report.failed("flashinfer", error, CACHE)
+    def settle(self) -> None:
+        """Retire what was held and is not in the cache any more, and count it."""
+        with state.lock:
+            gone = [key for key, buffer in self.held.items() if dict.get(self, key) is not buffer]
+            left = [(key, self.held.pop(key)) for key in gone]
+        for key, buffer in left:
+            keep(str(key[0] if isinstance(key, tuple) else key), buffer)
 
 
 def keep(name: str, buffer: torch.Tensor) -> None:
-    """Keep a buffer that FlashInfer's cache lets go of for the life of the process."""
+    """Keep a buffer that FlashInfer's cache has let go of for the life of the process."""
     RetiringCache.retired.append(buffer)
-    state.count("displaced_buffers")
     found = getattr(buffer, ATTRIBUTE, None)
     addresses = [generation.data_ptr() for generation in found.generations] if found is not None else []
     nbytes = 0 if buffer.data_ptr() in addresses else buffer.nbytes  # a generation's are counted there
+    state.count("displaced_buffers")
     state.count("displaced_nbytes", nbytes)
     report.log(
         logging.INFO,
@@ -246,17 +202,5 @@ def keep(name: str, buffer: torch.Tensor) -> None:
 
 
 def _is_lanes(key: Key, buffer: torch.Tensor) -> bool:
-    if not (isinstance(key, tuple) and len(key) == 2):
-        return False
     plain = type(buffer) is torch.Tensor and buffer.dtype is torch.uint8 and buffer.dim() == 1
-    return plain and key[0] in NAMES and buffer.is_contiguous()
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Say whether a graph is being captured that may hold a buffer on ``device``."""
-    try:
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            return allocation.is_capturing(device)
-        return bool(torch.cuda.is_current_stream_capturing())
-    except RuntimeError:  # a CPU build of torch has no such thing
-        return False
+    return plain and isinstance(key, tuple) and len(key) == 2 and key[0] in LANES and buffer.is_contiguous()

@@ -60,7 +60,9 @@ def forget_lanes() -> None:
     lanes._lanes.clear()
     workspace.RetiringCache.retired.clear()
     workspace.RetiringCache.born.clear()
-    dict.clear(sys.modules["flashinfer.utils"]._cache_buf)
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    cache.clear()
+    getattr(cache, "held", {}).clear()
     state.counters.update(dict.fromkeys(state.counters, 0))
     state.errors.clear()
     state.said.clear()

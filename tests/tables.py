@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from flashinfer_wsfix import detection, names, settings
-from flashinfer_wsfix.sites import DEFECTS, GATES, SM100_WORKSPACE
+from flashinfer_wsfix.cli.doctor.defects import DEFECTS
+from flashinfer_wsfix.sites import GATES, SM100_WORKSPACE
 
 import hosts
 import releases
@@ -30,7 +31,7 @@ def flashinfer_state(release: str) -> str:
             functions += detection.source_functions(module, path.read_text())
     state = detection.judge(functions, release).state
     found = {function.name for function in functions}
-    assert state != "guarded" or all(gate.function in found for gate in GATES), release
+    assert state != "guarded" or all(function in found for _, function in GATES.values()), release
     return state
 
 
@@ -151,8 +152,8 @@ MEANINGS = {
 def variables() -> str:
     """Say what each environment variable takes and means."""
     lines = [["variable", "default", "takes", "meaning"], ["---"] * 4]
-    for row in settings.SETTINGS:
-        lines.append([f"`{row.variable}`", f"`{row.default}`", row.takes, MEANINGS[row.field]])
+    for field, row in settings.SETTINGS.items():
+        lines.append([f"`{row.variable}`", f"`{row.default}`", row.takes, MEANINGS[field]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -7,7 +7,7 @@ from flashinfer_wsfix import settings
 
 import fresh
 
-NAMES = [setting.variable for setting in settings.SETTINGS]
+NAMES = [setting.variable for setting in settings.SETTINGS.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_an_unknown_variable_is_named(monkeypatch):
 
 def test_defaults_are_written_as_one_would_write_them(monkeypatch):
     default = settings.read()
-    for setting in settings.SETTINGS:
+    for setting in settings.SETTINGS.values():
         monkeypatch.setenv(setting.variable, setting.default)
     assert settings.read() == default
 

@@ -70,9 +70,7 @@ def fp8(sites):
 def own(name=NAME, nbytes=OWN, device=CPU, late=False):
     """FlashInfer's own buffer of a lane, from its own function. ``late``: it was there before us, so no lane began."""
     if late:
-        cache = sys.modules["flashinfer.utils"]._cache_buf
-        dict.__setitem__(cache, (name, device), torch.zeros(nbytes, dtype=torch.uint8))
-        cache.held.add((name, device))
+        sys.modules["flashinfer.utils"]._cache_buf.take({(name, device): torch.zeros(nbytes, dtype=torch.uint8)})
     return sys.modules["flashinfer.utils"]._get_cache_buf(name, nbytes, device, zero_init=True)
 
 

@@ -55,7 +55,7 @@ def test_releases_without_a_site_are_left_alone(guard, release, affected, sites)
 def test_presize_makes_generation_1_of_every_lane_and_zeroes_flashinfers_own_buffer(guard, affected):
     """40 MiB each where there are sites; FlashInfer's own buffer is born zeroed at stock size on every release."""
     guard.presize("cpu")
-    names = [lane.name for lane in LANES]
+    names = list(LANES)
     stock = sys.modules[arguments.GEMM_BASE].DEFAULT_WORKSPACE_SIZE
     assert sizes(guard) == (dict.fromkeys(names, 40) if affected else {})
     assert {key: buffer.numel() for key, buffer in cache().items()} == {(name, CPU): stock for name in names}

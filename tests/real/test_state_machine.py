@@ -72,7 +72,7 @@ class Server(RuleBasedStateMachine):
         self.own = {}  # key -> weak reference to FlashInfer's own buffer, its address, its size
         self.own_size = dict.fromkeys(KEYS, OWN)
         self.generations = {}  # key -> (address, size) of each generation
-        self.refused = {}  # key -> [size that did not fit, calls for which it is not tried again, failures]
+        self.refused = {}  # key -> [size that did not fit, calls that wanted as much since]
         self.handed = {}  # address -> Handed, and what is written there
         self.graphs = []  # addresses that each captured graph holds
         self.captured = []  # those of the capture in progress
@@ -121,17 +121,16 @@ class Server(RuleBasedStateMachine):
             return "generation", self.generations[key][-1][1]
         tries = [] if capturing else self.next_sizes(key, size)
         refused = self.refused.get(key)
-        if refused and size >= refused[0] and refused[1] > 0 and not capturing:
-            refused[1] -= 1
-            tries = []
+        if refused and size >= refused[0] and not capturing:
+            refused[1] += 1
+            tries = tries if refused[1] in lanes.TRIES else []
         for number, nbytes in enumerate(tries):
             if number not in shortage:
                 self.less_than_twice |= number > 0
                 self.grown(key, nbytes)
                 return "generation", nbytes
         if tries:
-            failures = 1 + (refused[2] if refused else 0)
-            self.refused[key] = [size, 4**failures, failures]
+            self.refused[key] = [size, refused[1] if refused else 0]
         self.counters["capture_overflows"] += capturing
         return ("out of memory", None) if len(tries) in shortage else ("call-local", size)
 
@@ -256,8 +255,8 @@ class Server(RuleBasedStateMachine):
             if place in made:
                 self.keep(execution.workspace)
         lane = lanes._lanes[key]
-        if lane.failures:
-            self.refused[key] = [lane.refused, lane.rest, lane.failures]
+        if lane.refused != lanes.NEVER:
+            self.refused[key] = [lane.refused, lane.waited]
         else:
             self.refused.pop(key, None)
 

@@ -73,7 +73,7 @@ def first_generation() -> int:
     """Bytes of a lane's first generation where nobody asks for another size: the package's own table says."""
     from flashinfer_wsfix import settings
 
-    row = next(row for row in settings.SETTINGS if row.field == "workspace_bytes")
+    row = settings.SETTINGS["workspace_bytes"]
     return int(str(row.parse(row.default)))
 
 

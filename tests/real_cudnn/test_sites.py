@@ -81,7 +81,7 @@ def graph(site: arguments.Site) -> Watched:
 
 def own_workspace(site: arguments.Site) -> torch.Tensor:
     """Fetch FlashInfer's workspace for a site, as its callers do."""
-    name = next(lane.name for lane in LANES if lane.name.removeprefix("b") == f"mm_{site.kind}_workspace")
+    name = next(lane for lane in LANES if lane.removeprefix("b") == f"mm_{site.kind}_workspace")
     buffer = flashinfer.utils._get_cache_buf(name, STOCK, builders.DEVICE)
     assert isinstance(buffer, torch.Tensor)
     return buffer

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 from ... import settings
 from ...detection import Function, Verdict
-from ...sites import DEFECTS
 from .. import say
 from ..installed import read_flashinfer
 from . import environment, findings, surroundings
+from .defects import DEFECTS
 from .findings import Case, Finding
 from .headline import overall
 from .judgements import APPLIES, UNKNOWN, Judgement, judge_d1_d2, judge_d3, judge_d4

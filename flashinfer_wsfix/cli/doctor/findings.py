@@ -55,7 +55,7 @@ def of_defects(case: Case) -> Iterator[Finding]:
 
 
 def _of_d3(case: Case) -> Iterator[Finding]:
-    left_in = [row.name for row in GATES if row.name not in case.config.gate]
+    left_in = [gate for gate in GATES if gate not in case.config.gate]
     if case.judged["D3"].guarded:
         sentence = (
             f'cuDNN stays in {UNGATED}, and wherever backend="cudnn" is asked for: whether D3 reaches those is not'

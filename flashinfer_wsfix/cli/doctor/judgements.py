@@ -12,9 +12,9 @@ from .environment import cudnn_versions, has_gpu, parsed
 
 APPLIES, ABSENT, UNKNOWN = "applies", "does not apply", "unknown"
 FIXED = ".".join(map(str, CUDNN_FIXED))
-GATED = " and ".join(gate.name for gate in GATES)
+GATED = " and ".join(GATES)
 # The lanes that the gate cannot take cuDNN out of, by FlashInfer's own functions.
-UNGATED = ", ".join(lane.name.removesuffix("_workspace") for lane in LANES if lane.gate is None)
+UNGATED = ", ".join(lane.removesuffix("_workspace") for lane, gate in LANES.items() if gate is None)
 
 
 class Judgement(NamedTuple):
@@ -52,7 +52,7 @@ def judge_d3(
     environment: dict[str, Any], functions: Collection[Function] | None, gates: Collection[str], tried: bool
 ) -> Judgement:
     """Judge cuDNN's fault on SM12x. ``functions``: FlashInfer's, None where unknown; ``gates``: those in force."""
-    auto_tuned = {gate.function for gate in GATES}
+    auto_tuned = {function for _, function in GATES.values()}
     if functions is not None and auto_tuned.isdisjoint(function.name for function in functions):
         return Judgement(ABSENT, False, "no FlashInfer that auto-tunes cuDNN's runners is installed here")
     versions, sm12x = cudnn_versions(environment), has_gpu(environment, "12")
@@ -71,7 +71,7 @@ def judge_d3(
         return Judgement(UNKNOWN, False, f"{having}, and no cuDNN was found here")
     if not all(old):
         return Judgement(UNKNOWN, False, f"{having}, and which is loaded here, {cudnn}, could not be asked")
-    left_in, keeps = [gate.name for gate in GATES if gate.name not in gates], "keeps" if tried else "would keep"
+    left_in, keeps = [gate for gate in GATES if gate not in gates], "keeps" if tried else "would keep"
     done = f"NOT kept out of the {' and '.join(left_in)}" if left_in else f"the gate {keeps} it out of the {GATED}"
     others = f"other lanes keep it ({UNGATED}), and whether D3 reaches those is not known"
     return Judgement(APPLIES, not left_in, f"cuDNN {cudnn} on SM12x: {done} auto-tuning; {others}")

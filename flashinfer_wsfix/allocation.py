@@ -46,21 +46,6 @@ def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     return arm(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
 
-def filled(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate as ``zeros`` does, and wait until this thread's current stream has made them."""
-    buffer = zeros(nbytes, device)
-    if device.type == "cuda":
-        _wait()
-    return buffer
-
-
-def _wait() -> None:
-    # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-
-
 def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate ``nbytes`` of zeros (uint8, armed) that any stream may use at once.
 
@@ -109,5 +94,8 @@ def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
     if device in _streams:
         torch.cuda.set_stream(_streams[device])
     buffer = zeros(nbytes, device)
-    _wait()
+    # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
     return buffer

@@ -17,7 +17,7 @@ import wrapt
 from . import allocation, report, settings, state, workspace
 from .allocation import is_capturing, place
 from .detection import Function, Verdict, guard_in, judge, live_functions, parameters, resized
-from .importer import is_complete, is_lazy, namespace
+from .importer import is_complete, namespace
 from .installed import gemm_functions
 from .lanes import SCRATCH
 from .names import GEMM, SITE_MODULES, UTILS
@@ -114,30 +114,34 @@ def _buffer_for(size: int, tensor: object) -> torch.Tensor | None:
         return None
 
 
-def observer(position: int, parameter: str) -> Wrapper:
-    """Make the wrapper that changes nothing and logs each move of a site's workspace."""
+def observer(host: str, name: str | None, find: Callable[..., Any]) -> Wrapper:
+    """Make the wrapper that changes nothing and logs each move of a workspace.
+
+    ``find(instance, args, kwargs)`` returns it. ``name``: of its lane, None for the one in FlashInfer's cache.
+    """
 
     def wsfix_observe(wrapped: Call, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[position] if len(args) > position else kwargs.get(parameter)
-        if not isinstance(tensor, torch.Tensor):
+        tensor = find(instance, args, kwargs)
+        old = place(tensor) if isinstance(tensor, torch.Tensor) else None
+        try:
             return wrapped(*args, **kwargs)
-        return observed("FlashInfer", None, tensor, lambda: wrapped(*args, **kwargs))
+        finally:
+            try:
+                if old is not None and place(tensor) != old:
+                    lane = name or (workspace.cache_key(tensor) or (SCRATCH,))[0]
+                    capturing = is_capturing(tensor.device)
+                    report.moved(f"MOVED by {host}", lane, tensor.device, old, place(tensor), capturing)
+            except Exception as error:
+                report.failed(host.lower(), error, "the log of a workspace that moved")
 
     return wsfix_observe
 
 
-def observed(host: str, name: str | None, tensor: torch.Tensor, call: Callable[[], Any]) -> Any:
-    """Make a host's call and log it where it moved ``tensor``. ``name``: of the lane, None for the one in the cache."""
-    old = place(tensor)
-    try:
-        return call()
-    finally:
-        try:
-            if place(tensor) != old:
-                name = name or (workspace.cache_key(tensor) or (SCRATCH,))[0]
-                report.moved(f"MOVED by {host}", name, tensor.device, old, place(tensor), is_capturing(tensor.device))
-        except Exception as error:
-            report.failed(host.lower(), error, "the log of a workspace that moved")
+def _site_observer(position: int, parameter: str) -> Wrapper:
+    def find(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[position] if len(args) > position else kwargs.get(parameter)
+
+    return observer("FlashInfer", None, find)
 
 
 def closes(name: str | None, device: torch.device) -> bool:
@@ -192,13 +196,9 @@ def _functions() -> list[Function]:
     when a module comes that FlashInfer imports late."""
     live = [name for name in SITE_MODULES if is_complete(name)]
     functions = [function for name in live for function in live_functions(sys.modules[name])]
-    package = sys.modules.get(GEMM)
-    if package is None or is_lazy(package):
-        return functions
-    path = namespace(package).get("__path__")
-    if path is None:  # it was one module once
-        return [*functions, *live_functions(package)]
-    path = tuple(path)
+    path = tuple(namespace(sys.modules[GEMM]).get("__path__", ()))
+    if not path:  # it was one module once
+        return [*functions, *live_functions(sys.modules[GEMM])]
     if path not in _read:  # once: by the time that a module comes late, a file may not be readable any more
         _read[path] = list(gemm_functions(path, live))
     return [*functions, *(function for function in _read[path] if function.module not in live)]
@@ -218,7 +218,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     if verdict.state != "guarded":
         return verdict, [], version
     observing = config.mode == "observe"
-    make = observer if observing else site_guard
+    make = _site_observer if observing else site_guard
     wrappers: dict[tuple[str, str], Wrapper] = {}
     for function in functions:
         if f"{function.module}.{function.name}" in verdict.sites and is_complete(function.module):

@@ -80,20 +80,21 @@ class Finder:
     def _tell(self, spec: "Any", name: str) -> None:
         """Have ``loaded`` called when the module of this spec has been executed."""
         try:
-            execute = getattr(spec.loader, "exec_module", None)
-            if execute is None:  # of a namespace package, or as old as load_module
-                self._watch(spec)
-            elif not getattr(spec, "tells_wsfix", False) and not getattr(execute, "tells_wsfix", False):
-                self._ask(spec, execute)
+            self._ask(spec)
         except Exception as error:
             self.failed(name, error)
 
-    def _ask(self, spec: "Any", execute: "Callable[..., None]") -> None:
+    def _ask(self, spec: "Any") -> None:
         """Replace ``exec_module`` of the spec's loader.
 
         An attribute of the instance, not a proxy around it: ``inspect``, ``importlib.resources`` and ``pkgutil`` go on
         seeing the loader that they know. A loader of several modules (a zip file's) is asked only once.
         """
+        execute = getattr(spec.loader, "exec_module", None)
+        if execute is None:  # of a namespace package, or as old as load_module
+            return self._watch(spec)
+        if getattr(spec, "tells_wsfix", False) or getattr(execute, "tells_wsfix", False):
+            return
 
         def wsfix_exec_module(module: "Any") -> None:
             execute(module)  # theirs: not guarded by us

@@ -10,7 +10,7 @@ import torch
 
 from . import allocation, lanes, report, settings, state
 from .detection import Verdict, live_functions, parameters, resizes_only
-from .guards import Call, Patch, Wrapper, around, closes, is_guarded, observed
+from .guards import Call, Patch, Wrapper, around, closes, is_guarded, observer
 from .importer import is_complete, namespace
 from .names import UTILS
 from .presizing import presize
@@ -93,11 +93,6 @@ def workspace_guard(ensure_size: Call) -> Wrapper:
     return wsfix_ensure_size
 
 
-def wsfix_observe_ensure_size(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Change nothing, and log each move."""
-    observed("vLLM", NAME, instance._workspace_buf, lambda: wrapped(*args, **kwargs))
-
-
 def wsfix_kernel_warmup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run vLLM's warm-up, then presize the lanes of the worker's device: what comes next is the capture."""
     result = wrapped(*args, **kwargs)
@@ -142,7 +137,8 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
         moving = [(name, code.co_name) for name, code in codes if "resize_" in code.co_names]
         known = moving == [(class_name, method)] and _is_plain(ensure_size)
         if is_guarded(ensure_size) or (known and resizes_only(ensure_size.__code__, buffer)):
-            patches += around(owner, method, wsfix_observe_ensure_size if observing else workspace_guard(ensure_size))
+            observe = observer("vLLM", NAME, lambda instance, args, kwargs: instance._workspace_buf)
+            patches += around(owner, method, observe if observing else workspace_guard(ensure_size))
             sites.append(f"{module}.{class_name}.{method}")
             said.append(f"{class_name} is {'observed, and NOTHING is guarded' if observing else 'guarded'}")
         elif moving or not (ensure_size is None or _is_plain(ensure_size)):

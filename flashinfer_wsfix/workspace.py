@@ -34,7 +34,7 @@ def lane_of(tensor: torch.Tensor) -> Lane:
             key = cache_key(tensor)
             found = lane(*key, on=tensor.device) if key else scratch(tensor.device)
             if key:
-                getattr(sys.modules[UTILS]._cache_buf, "held", {})[key] = tensor
+                getattr(sys.modules[UTILS]._cache_buf, "held", {})[id(tensor)] = key, tensor
             setattr(tensor, ATTRIBUTE, found)
         return found
 
@@ -114,7 +114,8 @@ class RetiringCache(dict[Key, torch.Tensor]):
 
     def __init__(self, cache: dict[Key, torch.Tensor], keeps: bool = True) -> None:
         self.keeps = keeps
-        self.held: dict[Key, torch.Tensor] = {}  # what a graph may hold, kept in whichever way it leaves the cache
+        # What a graph may hold, kept in whichever way it leaves the cache: its key and the buffer, by the buffer's id.
+        self.held: dict[object, tuple[Key, torch.Tensor]] = {}
         self.take(cache)
 
     def take(self, cache: dict[Key, torch.Tensor]) -> None:
@@ -122,11 +123,11 @@ class RetiringCache(dict[Key, torch.Tensor]):
         for key, buffer in list(cache.items()):
             self.setdefault(key, buffer)
             if self.keeps:
-                self.held.setdefault(key, buffer)
+                self.held[id(buffer)] = key, buffer
 
     def give_back(self, cache: dict[Key, torch.Tensor]) -> None:
         """Let the plain dictionary have what is here, and go on holding what a graph may hold."""
-        self.retired.extend(self.held.values())
+        self.retired.extend(buffer for _, buffer in self.held.values())
         cache.clear()
         cache.update(self)
 
@@ -156,6 +157,8 @@ class RetiringCache(dict[Key, torch.Tensor]):
             if not self.keeps and old is not None:
                 capturing = is_capturing(old.device)
                 report.moved("MOVED by FlashInfer", key[0], old.device, place(old), place(buffer), capturing)
+            if id(old) in self.held:
+                keep(*self.held.pop(id(old)))
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
         return True
@@ -168,37 +171,32 @@ class RetiringCache(dict[Key, torch.Tensor]):
             # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
             # again, so that all that it fetches counts as held.
             if torch.compiler.is_dynamo_compiling():
-                self.held[key] = buffer
-            elif self.held.get(key) is not buffer:
-                if key in self.held:
-                    self.settle()
-                if _is_lanes(key, buffer) or is_capturing(buffer.device):
-                    self.held[key] = buffer
+                self.held[key] = key, buffer  # it cannot compile id()
+            elif id(buffer) not in self.held and (_is_lanes(key, buffer) or is_capturing(buffer.device)):
+                self.held[id(buffer)] = key, buffer
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
 
     def settle(self) -> None:
         """Retire what was held and is not in the cache any more, and count it."""
-        with state.lock:
-            gone = [key for key, buffer in self.held.items() if dict.get(self, key) is not buffer]
-            left = [(key, self.held.pop(key)) for key in gone]
-        for key, buffer in left:
-            keep(str(key[0] if isinstance(key, tuple) else key), buffer)
+        for name, (key, buffer) in list(self.held.items()):
+            if super().get(key) is not buffer and name in self.held:
+                keep(*self.held.pop(name))
 
 
-def keep(name: str, buffer: torch.Tensor) -> None:
+def keep(key: Key, buffer: torch.Tensor) -> None:
     """Keep a buffer that FlashInfer's cache has let go of for the life of the process."""
+    if any(buffer is retired for retired in RetiringCache.retired):
+        return
     RetiringCache.retired.append(buffer)
-    found = getattr(buffer, ATTRIBUTE, None)
-    addresses = [generation.data_ptr() for generation in found.generations] if found is not None else []
-    nbytes = 0 if buffer.data_ptr() in addresses else buffer.nbytes  # a generation's are counted there
+    generations = getattr(getattr(buffer, ATTRIBUTE, None), "generations", ())
+    counted = any(buffer.data_ptr() == generation.data_ptr() for generation in generations)
+    nbytes = 0 if counted else buffer.nbytes
     state.count("displaced_buffers")
     state.count("displaced_nbytes", nbytes)
-    report.log(
-        logging.INFO,
-        f"kept {nbytes} bytes of {name} on {buffer.device} that FlashInfer's cache let go of, since a CUDA graph may"
-        f" hold their address ({state.counters['displaced_nbytes']} bytes in all).",
-    )
+    what = f"kept {nbytes} bytes of {key[0] if isinstance(key, tuple) else key} on {buffer.device}"
+    why = "that FlashInfer's cache let go of, since a CUDA graph may hold their address"
+    report.log(logging.INFO, f"{what} {why} ({state.counters['displaced_nbytes']} bytes in all).")
 
 
 def _is_lanes(key: Key, buffer: torch.Tensor) -> bool:

@@ -67,20 +67,7 @@ EXPLAINED = {
     "bytecode has an even number of bytes": (
         "for opcode, low in zip(code.co_code[::2], code.co_code[1::2], strict=False):",
     ),
-    "the first item is the last one: there is one": (
-        "if len(names) != 1 or names[ -1] not in parameters(site.code):",
-        "if names[ -1] not in PARAMETERS:",
-        'return f"{where} calls its workspace {names[ -1]!r}"',
-        "if isinstance(result[ -1], BaseException):",
-        "raise result[ -1]",
-        "return arm(result[ -1])",
-    ),
-    "the probe has a numel() of its own, and nothing is written to it": (
-        'probe = arm(torch.empty( 1, dtype=torch.uint8, device="cpu"))',
-    ),
-    "it is joined at once: only a wait that is broken off at the interpreter's end would tell": (
-        'thread = threading.Thread(target=wsfix_allocate, name="flashinfer-wsfix", daemon=False)',
-    ),
+    "the first item is the last one: there is one": ('name = names[ -1] if len(names) == 1 else ""',),
 }
 
 

@@ -803,6 +803,7 @@ from flashinfer_wsfix import allocation, lanes, workspace
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 site = next(site for site in arguments.SITES if site.kind == "fp8")
 utils = sys.modules["flashinfer.utils"]
+arguments.tensors(site)  # nor does an operation of torch's that is under way for the first time
 
 def grow(prefix, count):
     for number in range(count):

@@ -22,7 +22,7 @@ from .sites import LANES
 STEP = 2 * settings.MIB  # generations are whole steps: the caching allocator's own granularity for large blocks
 SCRATCH = "scratch"
 NEVER = sys.maxsize
-TRIES = {4**power + 1 for power in range(1, 30)}  # after a growth that failed: which calls try it again
+TRIES = {5**power for power in range(1, 25)}  # after a growth that failed: which of the calls try it again
 
 
 class Lane:

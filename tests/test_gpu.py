@@ -346,7 +346,7 @@ def test_cudnns_own_results_are_those_of_stock(wsfix: ModuleType, workspace: Mod
 
 
 def test_the_gate_is_closed_on_sm12x_alone(wsfix: ModuleType) -> None:
-    gate = import_module("flashinfer_wsfix.guards").gate("fp8", 1, "runner_names", "a")
+    gate = import_module("flashinfer_wsfix.guards").gate("fp8", 1, "a")
     arguments = (torch.zeros(1, device=DEVICE), ["cublas", "cudnn"])
     left = gate(lambda a, runner_names: runner_names, None, arguments, {})
     sm12x = torch.cuda.get_device_capability(DEVICE)[0] == 12

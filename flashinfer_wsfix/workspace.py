@@ -34,7 +34,7 @@ def lane_of(tensor: torch.Tensor) -> Lane:
             key = cache_key(tensor)
             found = lane(*key, on=tensor.device) if key else scratch(tensor.device)
             if key:
-                getattr(sys.modules[UTILS]._cache_buf, "held", {})[id(tensor)] = key, tensor
+                getattr(sys.modules[UTILS]._cache_buf, "held", {})[key] = tensor
             setattr(tensor, ATTRIBUTE, found)
         return found
 
@@ -114,8 +114,7 @@ class RetiringCache(dict[Key, torch.Tensor]):
 
     def __init__(self, cache: dict[Key, torch.Tensor], keeps: bool = True) -> None:
         self.keeps = keeps
-        # What a graph may hold, kept in whichever way it leaves the cache: its key and the buffer, by the buffer's id.
-        self.held: dict[object, tuple[Key, torch.Tensor]] = {}
+        self.held: dict[Key, torch.Tensor] = {}  # what a graph may hold, kept in whichever way it leaves the cache
         self.take(cache)
 
     def take(self, cache: dict[Key, torch.Tensor]) -> None:
@@ -123,11 +122,11 @@ class RetiringCache(dict[Key, torch.Tensor]):
         for key, buffer in list(cache.items()):
             self.setdefault(key, buffer)
             if self.keeps:
-                self.held[id(buffer)] = key, buffer
+                self.held.setdefault(key, buffer)
 
     def give_back(self, cache: dict[Key, torch.Tensor]) -> None:
         """Let the plain dictionary have what is here, and go on holding what a graph may hold."""
-        self.retired.extend(buffer for _, buffer in self.held.values())
+        self.retired.extend(self.held.values())
         cache.clear()
         cache.update(self)
 
@@ -157,8 +156,8 @@ class RetiringCache(dict[Key, torch.Tensor]):
             if not self.keeps and old is not None:
                 capturing = is_capturing(old.device)
                 report.moved("MOVED by FlashInfer", key[0], old.device, place(old), place(buffer), capturing)
-            if id(old) in self.held:
-                keep(*self.held.pop(id(old)))
+            if old is not None and self.held.get(key) is old:
+                keep(key, self.held.pop(key))
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
         return True
@@ -171,23 +170,25 @@ class RetiringCache(dict[Key, torch.Tensor]):
             # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
             # again, so that all that it fetches counts as held.
             if torch.compiler.is_dynamo_compiling():
-                self.held[key] = key, buffer  # it cannot compile id()
-            elif id(buffer) not in self.held and (_is_lanes(key, buffer) or is_capturing(buffer.device)):
-                self.held[id(buffer)] = key, buffer
+                self.held[key] = buffer
+            elif self.held.get(key) is not buffer and (_is_lanes(key, buffer) or is_capturing(buffer.device)):
+                with state.lock:
+                    old = self.held.get(key)
+                    self.held[key] = buffer
+                if old is not None and old is not buffer:  # it left in another way than by a request of FlashInfer's
+                    keep(key, old)
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
 
     def settle(self) -> None:
         """Retire what was held and is not in the cache any more, and count it."""
-        for name, (key, buffer) in list(self.held.items()):
-            if super().get(key) is not buffer and name in self.held:
-                keep(*self.held.pop(name))
+        for key, buffer in list(self.held.items()):
+            if super().get(key) is not buffer:
+                keep(key, self.held.pop(key, buffer))
 
 
 def keep(key: Key, buffer: torch.Tensor) -> None:
     """Keep a buffer that FlashInfer's cache has let go of for the life of the process."""
-    if any(buffer is retired for retired in RetiringCache.retired):
-        return
     RetiringCache.retired.append(buffer)
     generations = getattr(getattr(buffer, ATTRIBUTE, None), "generations", ())
     counted = any(buffer.data_ptr() == generation.data_ptr() for generation in generations)

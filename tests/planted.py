@@ -154,7 +154,7 @@ FAULTS = {name: row for name, *row in (
     ("copies are not rebound", "patching.py", ACTIVATION + "deactivate_restores_the_very_objects",
      "for patch in [*patches, *_copies(patches)]:", "for patch in patches:"),
     ("a reloaded module's buffers freed", "workspace.py", ACTIVATION + "a_reload_of_utils_frees_no_buffer",
-     "self.retired.extend(buffer for", "list(buffer for"),
+     "self.retired.extend(self.held.values())", "pass"),
     ("vLLM: old buffer freed", "vllm.py", VLLM, "buffer = max(buffer, lane",
      "del lane.generations[:-1]; buffer = max(buffer, lane"),
     ("vLLM: not zeroed", "allocation.py", VLLM, "arm(torch.zeros(nbytes", "arm(torch.empty(nbytes"),

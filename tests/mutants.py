@@ -29,7 +29,10 @@ WORKERS = 2
 SECONDS = 120  # for the tests of one mutant: some wait for ever
 
 # The tests that a mutant of a module must make fail: of the ten sites few, and of detection what runs no FlashInfer.
-REAL = "--flashinfer 0.6.18.post1 tests/real/test_guard.py tests/real/test_presize.py"
+REAL = "--flashinfer 0.6.18.post1 " + " ".join(
+    f"tests/real/test_{name}.py"
+    for name in ("addresses", "generations", "captured", "calls", "threads", "errors", "presize")
+)
 FEW = "-k 'not fp4 and not mxfp8 and not bias and not shape and not 5000 and not forked'"
 SOURCES = "-k 'not test_bytecode and not agree and not alone and not guard_back and not type'"
 TESTS = {

@@ -153,11 +153,12 @@ def test_1_what_was_there_before_us_is_kept(guard):
     assert held.is_alive()
 
 
-def test_1_a_caller_of_the_cold_cache_compiles_as_on_stock():
+@pytest.mark.parametrize("name", [NAME, "compiled"])
+def test_1_a_caller_of_the_cold_cache_compiles_as_on_stock(name):
     """torch.compile(fullgraph=True) takes FlashInfer's own function whole, cold and warm."""
 
     def caller(x):
-        return x + sys.modules["flashinfer.utils"]._get_cache_buf("compiled", 64, x.device)[:1].sum() * 0
+        return x + sys.modules["flashinfer.utils"]._get_cache_buf(name, 64, x.device)[:1].sum() * 0
 
     compiled = torch.compile(caller, fullgraph=True, backend="eager")
     assert [float(compiled(torch.ones(1))) for _ in range(2)] == [1, 1]

@@ -11,6 +11,7 @@ import torch
 
 from . import allocation, report, state
 from .allocation import is_capturing, place
+from .importer import namespace
 from .lanes import Lane, lane, lanes, scratch
 from .names import UTILS
 from .sites import LANES
@@ -47,7 +48,7 @@ def cache_key(tensor: torch.Tensor) -> Key | None:
 
 def look() -> tuple[Lane, ...]:
     """List the lanes, with all counted that has left FlashInfer's cache by now."""
-    cache = sys.modules[UTILS]._cache_buf if UTILS in sys.modules else None
+    cache = namespace(sys.modules.get(UTILS)).get("_cache_buf")
     if isinstance(cache, RetiringCache):
         cache.settle()
     return lanes()

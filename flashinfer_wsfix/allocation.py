@@ -46,6 +46,17 @@ def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     return arm(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
 
+def filled(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate as ``zeros`` does, and wait until this thread's current stream has made them."""
+    buffer = zeros(nbytes, device)
+    if device.type == "cuda":
+        # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+    return buffer
+
+
 def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate ``nbytes`` of zeros (uint8, armed) that any stream may use at once.
 
@@ -93,9 +104,4 @@ def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
             _streams[device] = torch.cuda.ExternalStream(handle.value, device=device)
     if device in _streams:
         torch.cuda.set_stream(_streams[device])
-    buffer = zeros(nbytes, device)
-    # Not the stream's own synchronize(), which torch.cuda.set_sync_debug_mode("error") forbids in every thread.
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    return buffer
+    return filled(nbytes, device)

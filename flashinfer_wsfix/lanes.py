@@ -74,7 +74,7 @@ class Lane:
             try:
                 return self.grow(size)
             except Exception as error:
-                self.refused = size
+                self.refused = min(self.refused, size)
                 why = str(error)  # not the exception itself, which holds the host's frames
             what = f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({why})"
             then = "calls that need more than it has get temporary buffers. If memory is short, leave more of it free"
@@ -128,21 +128,21 @@ class Lane:
                 self.generations.append(buffer)
                 self.current = buffer
                 self.refused, self.waited = NEVER, 0
-        if self.name == SCRATCH:
-            if buffer.is_cuda:  # freed with its tensor, in the order of the stream that it is used on
-                buffer.record_stream(torch.cuda.current_stream(self.device))
-        else:
+        if self.name != SCRATCH:
             state.count("growths", last is not None)
             number = f"generation {len(self.generations)}"
             report.moved(number, self.name, self.device, place(last), place(buffer), False)
         return buffer
 
     def _largest(self, sizes: set[int]) -> torch.Tensor:
+        make = allocation.zeroed
+        if self.name == SCRATCH:  # freed with its tensor, in the order of the caller's stream, to the caller's pool
+            make = allocation.zeros if is_measuring() else allocation.filled
         *larger, least = sorted(sizes, reverse=True)
         for nbytes in larger:
             with suppress(RuntimeError):  # torch's OutOfMemoryError is one
-                return allocation.zeroed(nbytes, self.device)
-        return allocation.zeroed(least, self.device)
+                return make(nbytes, self.device)
+        return make(least, self.device)
 
 
 # A lane's lock for growing. A child of a fork starts with none: a thread that held one is not there.

@@ -83,7 +83,7 @@ def undo(target: str) -> list[str]:
     kept, left = [], []
     for patch in reversed(_applied[target]):
         current = vars(patch.owner).get(patch.name)
-        if isinstance(patch.replacement, workspace.RetiringCache):
+        if isinstance(patch.replacement, workspace.RetiringCache) and current is not patch.original:
             patch.replacement.give_back(patch.original)
         if current is patch.replacement:
             setattr(patch.owner, patch.name, patch.original)
@@ -97,6 +97,7 @@ def undo(target: str) -> list[str]:
 
 def undo_all() -> tuple[str, ...]:
     """Undo every target. No buffer is freed: graphs may hold their addresses."""
+    workspace.look()
     with state.lock:
         guarded = any(_applied.values())
         kept = tuple(sentence for target in _applied for sentence in undo(target))

@@ -40,9 +40,9 @@ def presize(
             raise ValueError(f"FlashInfer has no workspace {name!r}; the lanes are {', '.join(LANES)}")
     if nbytes is not None and nbytes < 0:
         raise ValueError(f"a workspace cannot have {nbytes} bytes")
-    problem = "a CUDA graph is being captured. Call it before the first capture" if is_capturing(where) else ""
-    if not is_complete(UTILS) or not is_complete(GEMM_BASE):
-        problem = "FlashInfer is not imported yet. Import it first"
+    problem = "FlashInfer is not imported yet. Import it first"
+    if is_complete(UTILS) and is_complete(GEMM_BASE):
+        problem = "a CUDA graph is being captured. Call it before the first capture" if is_capturing(where) else ""
     if problem:
         return report.once(logging.WARNING, problem, f"presize() did nothing: {problem}.")
     utils, size = sys.modules[UTILS], state.first_bytes if nbytes is None else nbytes

@@ -103,19 +103,19 @@ def record(target: str, verdict: Verdict, version: str | None) -> None:
     """Keep a target's verdict, and say it once: INFO where all is well, one WARNING where the server is at risk."""
     if version:
         state.versions[target] = version
-    known = [other[:2] for other in state.verdicts.values()]
+    before = state.verdicts.get(target, PENDING[target])
     state.verdicts[target] = verdict
-    if verdict[:2] in known:  # a module of the target that came later, a reload, or both targets are switched off
+    if verdict[:2] == before[:2]:  # a module of the target that came later, or a reload
         return
-    at_risk = verdict.state in ("unsupported", "failed")
-    sentence = verdict.reason
-    if verdict.state == "guarded" and target == "flashinfer" and state.gates:
-        sentence += f"; gate on SM12x: {', '.join(state.gates)}"
-    if not at_risk:
-        sentence += _removal()
-    if verdict.state == "guarded":
-        sentence += f" (activated by {', '.join(state.routes)})"
-    log(logging.WARNING if at_risk else logging.INFO, f"{sentence}.")
+    if verdict.state in ("unsupported", "failed"):
+        log(logging.WARNING, f"{verdict.reason}.")
+    elif verdict.state == "guarded":
+        gate = f"; gate on SM12x: {', '.join(state.gates)}" if target == "flashinfer" and state.gates else ""
+        log(logging.INFO, f"{verdict.reason}{gate}{_removal()} (activated by {', '.join(state.routes)}).")
+    elif verdict.state == "disabled":  # the same for both targets
+        once(logging.INFO, verdict.reason, f"{verdict.reason}.")
+    else:
+        log(logging.INFO, f"{verdict.reason}{_removal()}.")
 
 
 def _removal() -> str:
@@ -174,18 +174,22 @@ def moved(what: str, lane: str, device: object, old: tuple[int, int], new: tuple
     )
 
 
-def log(level: int, sentence: str) -> None:
-    """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours.
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
+    """Standard error, for as long as the application has set up no logging of its own."""
 
-    To standard error as well, for as long as the application has set up no logging of its own.
-    """
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def log(level: int, sentence: str) -> None:
+    """Log a sentence, through vLLM's logger where vLLM has set one up (any other is lost there), else through ours."""
     with suppress(Exception):  # a broken handler of the application's must not reach the host's call
         host = "vllm." if logging.getLogger("vllm").handlers else ""
         logger = logging.getLogger(f"{host}flashinfer_wsfix")
+        if not host and not logger.handlers:
+            logger.addHandler(_Handler())
+            logger.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         if logger.level == logging.NOTSET:  # unless the application has set one
             logger.setLevel(settings.read()[0].log)
-        sentence = f"flashinfer-wsfix[{os.getpid()}]: {sentence}"
-        if logger.hasHandlers():
-            logger.log(level, "%s", sentence)
-        if not host and not logging.getLogger().handlers and logger.isEnabledFor(level):
-            sys.stderr.write(f"{logging.getLevelName(level)} {sentence}\n")
+        logger.log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)

@@ -15,9 +15,9 @@ from .importer import is_complete, namespace
 from .names import UTILS
 from .presizing import presize
 from .sites import LANES, SM100_WORKSPACE, WARMUP
-from .workspace import ATTRIBUTE
 
 NAME = SM100_WORKSPACE[1]
+LOCAL = "_wsfix_local"  # on a buffer of one captured call: nobody else's to use
 VIEW = "_wsfix_view"  # on a generation: what vLLM has of it, not armed, since it must work without us as well
 
 
@@ -47,23 +47,23 @@ def _lane_of(instance: Any) -> lanes.Lane:
             taken = sum(lane.name.startswith(NAME) and lane.device == buffer.device for lane in lanes.lanes())
             _lanes[instance] = lanes.lane(f"{NAME}.{taken}" if taken else NAME, buffer.device)
         lane = _lanes[instance]
-        if getattr(buffer, ATTRIBUTE, None) is not lane:
-            setattr(buffer, ATTRIBUTE, lane)
+        known = [generation.data_ptr() for generation in lane.generations]
+        if buffer.data_ptr() not in known and not hasattr(buffer, LOCAL):
             setattr(buffer, VIEW, buffer)
-            smaller = lane.generations and buffer.numel() < lane.generations[-1].numel()
-            lane.generations.insert(0 if smaller else len(lane.generations), buffer)
+            smaller = bool(known) and buffer.numel() < lane.generations[-1].numel()
+            lane.generations.insert(0 if smaller else len(known), buffer)
         return lane
 
 
 def _publish(instance: Any, lane: lanes.Lane, buffer: torch.Tensor) -> None:
     """Give vLLM the newest generation, or ``buffer`` where that is larger: of one call alone."""
     with state.lock:
-        # Another thread may have grown the lane further since.
-        buffer = max(buffer, lane.generations[-1], key=torch.Tensor.numel)
-        if not hasattr(buffer, VIEW):
-            setattr(buffer, VIEW, buffer.detach())
-            setattr(getattr(buffer, VIEW), ATTRIBUTE, lane)
-        instance._workspace_buf = getattr(buffer, VIEW)
+        newest = max(lane.generations[-1], buffer, key=torch.Tensor.numel)  # another thread may have grown it further
+        if not hasattr(newest, VIEW):
+            setattr(newest, VIEW, newest.detach())
+        instance._workspace_buf = getattr(newest, VIEW)
+        if newest is not lane.generations[-1]:
+            setattr(instance._workspace_buf, LOCAL, True)
 
 
 def workspace_guard(ensure_size: Call) -> Wrapper:

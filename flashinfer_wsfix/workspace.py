@@ -31,13 +31,15 @@ def lane_of(tensor: torch.Tensor) -> Lane:
     """
     with state.lock:
         found: Lane | None = getattr(tensor, ATTRIBUTE, None)
-        if found is None:
-            key = cache_key(tensor)
-            found = lane(*key, on=tensor.device) if key else scratch(tensor.device)
-            if key:
-                getattr(sys.modules[UTILS]._cache_buf, "held", {})[key] = tensor
-            setattr(tensor, ATTRIBUTE, found)
-        return found
+        if found is not None:
+            return found
+        key = cache_key(tensor)
+        found = lane(*key, on=tensor.device) if key else scratch(tensor.device)
+        setattr(tensor, ATTRIBUTE, found)
+    cache = sys.modules[UTILS]._cache_buf
+    if key and isinstance(cache, RetiringCache):
+        cache.hold(key, tensor)
+    return found
 
 
 def cache_key(tensor: torch.Tensor) -> Key | None:
@@ -87,9 +89,9 @@ def _adopt(key: Key, buffer: torch.Tensor) -> bool:
     capture it lives in that graph's private pool, and its zero-fill is recorded.
     """
     capturing = is_capturing(buffer.device)
-    found = lane(*key, on=buffer.device)
-    setattr(buffer, ATTRIBUTE, found)
-    with suppress(RuntimeError):  # no memory: the lane's first call tries again, and says so
+    try:
+        found = lane(*key, on=buffer.device)
+        setattr(buffer, ATTRIBUTE, found)
         if not capturing:
             make = found.grow if state.first_bytes else partial(allocation.zeroed, device=buffer.device)
             _begin(buffer, make(buffer.numel()), buffer.numel())
@@ -97,6 +99,10 @@ def _adopt(key: Key, buffer: torch.Tensor) -> bool:
             # What torch saves of it, in a pickle or a shallow copy: that must load without us, and is no lane's.
             buffer.__getstate__ = lambda: {ATTRIBUTE: None}
             return True
+    except RuntimeError:  # no memory: the lane's first call tries again, and says so
+        pass
+    except Exception as error:
+        report.failed("flashinfer", error, "a buffer of FlashInfer's")
     with suppress(RuntimeError):  # an inference tensor, outside of inference mode
         buffer.zero_()
     return not capturing
@@ -122,23 +128,26 @@ class RetiringCache(dict[Key, torch.Tensor]):
         """Take what is in the plain dictionary, also what another thread has put there since ours was made of it."""
         for key, buffer in list(cache.items()):
             self.setdefault(key, buffer)
-            if self.keeps:
+            if self.keeps and isinstance(buffer, torch.Tensor):
                 self.held.setdefault(key, buffer)
 
     def give_back(self, cache: dict[Key, torch.Tensor]) -> None:
         """Let the plain dictionary have what is here, and go on holding what a graph may hold."""
-        self.retired.extend(self.held.values())
+        known = {id(buffer) for buffer in self.retired}
+        self.retired.extend(buffer for buffer in self.held.values() if id(buffer) not in known)
         cache.clear()
         cache.update(self)
 
     # What torch.compile finds in FlashInfer's _get_cache_buf: it cannot compile a closure or a lock on its way.
     def get(self, key: Key, default: Any = None) -> Any:
-        self._fetched(key, super().get(key))
-        return super().get(key, default)
+        buffer = super().get(key)
+        self._fetched(key, buffer)
+        return default if buffer is None else buffer
 
     def __getitem__(self, key: Key) -> torch.Tensor:
-        self._fetched(key, super().get(key))
-        return super().__getitem__(key)
+        buffer = super().__getitem__(key)
+        self._fetched(key, buffer)
+        return buffer
 
     def __setitem__(self, key: Key, buffer: torch.Tensor) -> None:
         if torch.compiler.is_dynamo_compiling() or self._may_enter(key, buffer):
@@ -157,8 +166,8 @@ class RetiringCache(dict[Key, torch.Tensor]):
             if not self.keeps and old is not None:
                 capturing = is_capturing(old.device)
                 report.moved("MOVED by FlashInfer", key[0], old.device, place(old), place(buffer), capturing)
-            if old is not None and self.held.get(key) is old:
-                keep(key, self.held.pop(key))
+            if old is not None:
+                self.let_go(key, old)
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
         return True
@@ -166,26 +175,41 @@ class RetiringCache(dict[Key, torch.Tensor]):
     def _fetched(self, key: Key, buffer: torch.Tensor | None) -> None:
         """Hold a buffer that FlashInfer gets, if it is a lane's or a graph that is being captured gets its address."""
         try:
-            if buffer is None or not self.keeps:
+            if not self.keeps or not isinstance(buffer, torch.Tensor):
                 return
             # is_compiling() would be true in every thread while one of them compiles. Compiled code does not come here
             # again, so that all that it fetches counts as held.
             if torch.compiler.is_dynamo_compiling():
+                if self.held.get(key) is not None and self.held[key] is not buffer:
+                    self.retired.append(self.held[key])
                 self.held[key] = buffer
             elif self.held.get(key) is not buffer and (_is_lanes(key, buffer) or is_capturing(buffer.device)):
-                with state.lock:
-                    old = self.held.get(key)
-                    self.held[key] = buffer
-                if old is not None and old is not buffer:  # it left in another way than by a request of FlashInfer's
-                    keep(key, old)
+                self.hold(key, buffer)
         except Exception as error:
             report.failed("flashinfer", error, "a request for one of FlashInfer's buffers")
 
+    def hold(self, key: Key, buffer: torch.Tensor) -> None:
+        """Hold a buffer, and retire another that is held under its key: it left the cache by an unknown way."""
+        with state.lock:
+            old = self.held.get(key)
+            self.held[key] = buffer
+        if old is not None and old is not buffer:
+            keep(key, old)
+
+    def let_go(self, key: Key, buffer: torch.Tensor) -> None:
+        """Retire a buffer, which leaves the cache, where it is held."""
+        with state.lock:
+            held = self.held.get(key) is buffer
+            if held:
+                del self.held[key]
+        if held:
+            keep(key, buffer)
+
     def settle(self) -> None:
-        """Retire what was held and is not in the cache any more, and count it."""
+        """Retire what is not in the cache any more."""
         for key, buffer in list(self.held.items()):
             if super().get(key) is not buffer:
-                keep(key, self.held.pop(key, buffer))
+                self.let_go(key, buffer)
 
 
 def keep(key: Key, buffer: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 A graph's replay is stood in for by a write to the address that a cuDNN execute was given.
 """
 
+import contextlib
 import inspect
 import sys
 
@@ -67,3 +68,14 @@ def wrong_calls_fail_as_in_stock(site):
                 function(*args, **kwargs)
             errors.append((type(caught.value), str(caught.value), caught.value.__context__))
         assert errors[0] == errors[1]
+
+
+@contextlib.contextmanager
+def switching_often():
+    """Have threads take turns at nearly every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,6 +1,7 @@
 """What people see: `status()`, and log lines that come once, on the right logger, at the right level."""
 
 import importlib
+import io
 import json
 import logging
 import os
@@ -150,6 +151,34 @@ def test_an_applications_own_logging_is_used():
     start()
     assert not said.getvalue()
     assert [(record.name, record.levelname) for record in records] == [("flashinfer_wsfix", "INFO")]
+
+
+@fresh.process
+def test_an_applications_filter_on_our_logger_is_respected():
+    said = fresh.listen()
+    logging.getLogger("flashinfer_wsfix").addFilter(lambda record: False)
+    start()
+    assert not said.getvalue()
+
+
+@fresh.process
+def test_an_applications_handler_on_our_logger_is_enough():
+    said, records = fresh.listen(), io.StringIO()
+    logging.getLogger("flashinfer_wsfix").addHandler(logging.StreamHandler(records))
+    start()
+    assert "guarded: all" in records.getvalue() and not said.getvalue()
+
+
+@fresh.process
+def test_that_vllm_is_left_alone_says_nothing_of_removal():
+    fresh.flashinfer("0.7.4")
+    os.environ["FLASHINFER_WSFIX_VLLM"] = "0"
+    said = fresh.listen()
+    importlib.import_module("flashinfer_wsfix")
+    importlib.import_module("flashinfer")
+    importlib.import_module("flashinfer_wsfix.patching").refresh("vllm")
+    assert said.getvalue().count("can be removed") == 1
+    assert "vLLM is left alone." in said.getvalue()
 
 
 @fresh.process

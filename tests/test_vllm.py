@@ -101,6 +101,20 @@ assert workspace.get_buf().numel() == 2 * own.nbytes and own.is_alive()
 """)
 
 
+def test_instances_that_share_a_buffer_have_it_once_each():
+    """A copy, and another view of the same memory put back: no call adds a generation."""
+    passes("""
+import copy
+small = make(MIB)
+ask(1, small)
+other = copy.copy(small)
+for _ in range(5):
+    small._workspace_buf = small._workspace_buf.detach()
+    assert ask(1, small).data_ptr() == ask(1, other).data_ptr()
+assert [(lane.generation, lane.retired_nbytes) for lane in lanes().values()] == [(1, 0), (1, 0)]
+""")
+
+
 def test_growth_is_geometric():
     """Whatever the order of sizes, all retired buffers together are smaller than the current one."""
     passes("""

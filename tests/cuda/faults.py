@@ -53,8 +53,10 @@ FAULTS = {name: row for name, *row in (
      "return size < self.refused or self.waited in TRIES", "return True"),
     ("a failed growth keeps its error", "lanes.py", MEMORY + "a_growth_that_failed_keeps_nothing_alive",
      "                why = str(error)", "                why = vars(state).setdefault('error', error)"),
+    ("scratch is made as generations are", "lanes.py", MEMORY + "scratch_goes_back_to_the_callers_memory",
+     "if self.name == SCRATCH:  #", "if False:  #"),
     ("twice or nothing", "lanes.py", MEMORY + "a_growth_that_failed_is_not_tried_at_each_call",
-     "return allocation.zeroed(nbytes, self.device)", "return allocation.zeroed(max(sizes), self.device)"),
+     "return make(nbytes, self.device)", "return make(max(sizes), self.device)"),
 )}
 # fmt: on
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
@@ -264,6 +265,27 @@ def retries_of_20_calls(mib: int) -> tuple[int, list[int]]:
             plan.call(mib)
     assert other.is_cuda
     return torch.cuda.memory_stats()["num_alloc_retries"] - before, gemm.generations()
+
+
+def test_scratch_goes_back_to_the_callers_memory() -> None:
+    """What a tensor that is no lane's is given is no generation later, and calls with new ones pile nothing up."""
+
+    def question() -> tuple[int, bool]:
+        plan = Gemm()
+        plan.call(32)
+        before, places = torch.cuda.memory_reserved(), set()
+        for _ in range(20):
+            plan.own = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+            places.add(plan.call(30))
+        del plan.own
+        grown = torch.cuda.memory_reserved() - before
+        torch.cuda.synchronize()
+        utils = sys.modules["flashinfer.utils"]
+        born = utils._get_cache_buf("mm_fp4_workspace", 32 * MIB, torch.device("cuda:0"))
+        return grown // MIB, born.data_ptr() in places
+
+    grown, taken = guarded(question)
+    assert (grown <= 2 * 40 + 2, taken) == (True, False)
 
 
 def test_a_growth_that_failed_is_not_tried_at_each_call() -> None:

@@ -1,14 +1,18 @@
 """No address dies, and what is not ours stays as it is: points 1, 3 and 4 of the contract."""
 
+import contextlib
 import gc
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 from flashinfer_wsfix import workspace
 
 import fakes
-from calls import CPU, FIRST, MIB, MORE, NAME, OWN, SENTINEL, SMALL, call, hand, lane, own, same
+from calls import CPU, FIRST, MIB, MORE, NAME, OWN, SENTINEL, SMALL, call, hand, lane, own, same, switching_often
 from memory import Handed
 
 # `test_presize.py` has what holds on the other releases.
@@ -153,6 +157,85 @@ def test_1_what_was_there_before_us_is_kept(guard):
     assert held.is_alive()
 
 
+def test_1_what_is_fetched_is_what_is_held(monkeypatch):
+    """Another thread replaces an entry while it is being fetched under capture: what the graph gets is kept."""
+    cache, key = sys.modules["flashinfer.utils"]._cache_buf, ("gdn_cp_sm90_t", CPU)
+    fetch(key[0], 1)
+
+    def overtaken(device, replaced=[]):  # noqa: B006
+        if not replaced:
+            replaced.append(device)
+            thread = threading.Thread(target=cache.__setitem__, args=(key, torch.zeros(2 * MIB, dtype=torch.uint8)))
+            thread.start()
+            thread.join()
+        return threading.current_thread() is threading.main_thread()
+
+    monkeypatch.setattr(workspace, "is_capturing", overtaken)
+    held = Handed.of(cache[key])
+    monkeypatch.undo()
+    fetch(key[0], 3)
+    gc.collect()
+    assert held.is_alive()
+
+
+@pytest.mark.parametrize("replaced", ["fetched", "compiled", "called", "deactivated"])
+def test_1_what_was_held_is_kept_whoever_comes_after_it(replaced, fp8, guard):
+    """A buffer that a graph may hold leaves by update(), and the next under its key is taken in, in each way."""
+    name = NAME if replaced == "called" else "gdn_cp_sm90_t"
+    cache, key = sys.modules["flashinfer.utils"]._cache_buf, (name, CPU)
+    cache.take({key: torch.zeros(MIB, dtype=torch.uint8)})  # it was there before us
+    held = Handed.of(cache[key])
+    cache.update({key: torch.zeros(2 * MIB, dtype=torch.uint8)})
+    if replaced == "fetched":
+        with fakes.capturing():
+            fetch(name, 2)
+    elif replaced == "compiled":
+        torch.compile(lambda: fetch(name, 2) + 1, fullgraph=True, backend="eager")()
+    elif replaced == "called":
+        call(fp8, 8, dict.get(cache, key), look=False)
+    else:
+        guard.deactivate()
+    gc.collect()
+    assert held.is_alive()
+    assert guard.status().displaced_buffers == (replaced != "compiled")
+
+
+def test_1_each_displaced_buffer_is_counted_once(guard):
+    """Threads that replace a held entry at once, and entries that leave in between, raise nothing and lose no count."""
+    cache, key = sys.modules["flashinfer.utils"]._cache_buf, ("gdn_cp_sm90_t", CPU)
+    barrier = threading.Barrier(2)
+
+    def replace():
+        for _ in range(500):
+            barrier.wait(20)
+            cache[key] = torch.zeros(1, dtype=torch.uint8)
+            barrier.wait(20)
+
+    with switching_often(), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(replace)
+        for _ in range(500):
+            with fakes.capturing():
+                cache[key] = torch.zeros(1, dtype=torch.uint8)
+            barrier.wait(20)
+            cache[key] = torch.zeros(1, dtype=torch.uint8)
+            barrier.wait(20)
+        other.result(20)
+    status = guard.status()
+    assert (status.displaced_buffers, status.unguarded_calls) == (500, 0)
+
+
+def test_1_what_is_no_tensor_is_let_be(guard):
+    """A build that keeps something else in FlashInfer's cache: it comes and goes, and status() answers."""
+    guard.deactivate()
+    sys.modules["flashinfer.utils"]._cache_buf["other"] = object()
+    guard.activate()
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    with fakes.capturing():
+        assert type(cache["other"]) is object
+    del cache["other"]
+    assert (guard.status().displaced_buffers, guard.status().unguarded_calls) == (0, 0)
+
+
 @pytest.mark.parametrize("name", [NAME, "compiled"])
 def test_1_a_caller_of_the_cold_cache_compiles_as_on_stock(name):
     """torch.compile(fullgraph=True) takes FlashInfer's own function whole, cold and warm."""
@@ -236,6 +319,19 @@ def test_3_a_lane_that_is_first_used_under_capture_costs_no_buffer_a_call(fp8, g
     gc.collect()
     assert [buffer.is_alive() for buffer in held] == [False] * 4 + [True]
     assert guard.status().displaced_nbytes == 0
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_3_a_buffer_is_born_zeroed_after_an_error_of_ours_too(captured, guard, monkeypatch):
+    """And what is born under capture is not left to others."""
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    monkeypatch.setattr(workspace, "lane", mock.Mock(side_effect=LookupError("ours")))
+    buffer = torch.full((OWN,), 7, dtype=torch.uint8)
+    with fakes.capturing() if captured else contextlib.nullcontext():
+        cache[NAME, CPU] = buffer
+    assert not buffer.any()
+    assert ((NAME, CPU) in cache) == (not captured)
+    assert guard.status().unguarded_calls == 1
 
 
 def test_3_a_key_of_another_shape_is_not_ours(guard):

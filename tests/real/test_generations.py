@@ -257,6 +257,15 @@ def test_presizing_to_the_setting_is_no_request(guard):
     assert (guard.status().lanes[0].high_water, guard.status().lanes[0].nbytes) == (0, 32 * MIB)
 
 
+def test_a_growth_that_failed_is_tried_seldom_whatever_the_sizes(fp8):
+    """Also for less than what failed last: calls of many sizes do not make it forget the least that failed."""
+    tensor, largest = own(), mock.Mock(side_effect=torch.OutOfMemoryError("none"))
+    with mock.patch.object(workspace.Lane, "_largest", largest):
+        for number in range(300):
+            call(fp8, FIRST + (8 * MIB, 1, 4 * MIB)[number % 3], tensor, look=False)
+    assert largest.call_count == 2 + 3  # each new least size, and the 5th, 25th and 125th call after that
+
+
 def test_a_first_generation_that_does_not_fit_is_not_tried_again_at_each_call(fp8):
     """FlashInfer's own buffer serves until a plan overflows it, though there would be memory by then."""
     tensor = own(late=True)

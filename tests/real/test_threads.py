@@ -17,7 +17,7 @@ from flashinfer_wsfix import workspace
 
 import fakes
 import releases
-from calls import CPU, CPU_0, FIRST, MIB, MORE, OWN, SMALL, call, hand, lane, own, same
+from calls import CPU, CPU_0, FIRST, MIB, MORE, OWN, SMALL, call, hand, lane, own, same, switching_often
 from memory import Handed
 
 # `test_presize.py` has what holds on the other releases.
@@ -51,16 +51,6 @@ def test_10_sites_that_share_a_workspace_share_the_lane(sites):
 
 
 # --- 11: threads, devices, inference mode -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def switching_often():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 @pytest.mark.newest

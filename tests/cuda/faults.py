@@ -56,7 +56,7 @@ FAULTS = {name: row for name, *row in (
     ("scratch is made as generations are", "lanes.py", MEMORY + "scratch_goes_back_to_the_callers_memory",
      "if self.name == SCRATCH:  #", "if False:  #"),
     ("twice or nothing", "lanes.py", MEMORY + "a_growth_that_failed_is_not_tried_at_each_call",
-     "return make(nbytes, self.device)", "return make(max(sizes), self.device)"),
+     "*larger, least = sorted(sizes, reverse=True)", "*larger, least = [max(sizes)]"),
 )}
 # fmt: on
 

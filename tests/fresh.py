@@ -4,6 +4,7 @@ It is a fork of one small server, since an import of torch takes longer than mos
 """
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 240  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
-PRELOADED = ("pytest", "torch", "fakes", "releases", "jinja2", "pynvml", "requests", "tvm_ffi")
+PRELOADED = ("pytest", "torch", "fakes", "releases", "filelock", "jinja2", "packaging.version", "pynvml", "requests")
+PRELOADED += ("statistics", "tvm_ffi")
 
 
 @functools.cache
@@ -119,11 +121,20 @@ def listen() -> io.StringIO:
     return sys.stderr
 
 
+def has_imported() -> None:
+    """Spare a process that has imported torch what takes as long as a test: collections that go through all of it, and
+    after Python's own end, which stays the ordinary one, the destructors of its C++.
+    """
+    gc.freeze()
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+
+
 def _serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)  # a pool of threads would not outlive the fork
-    gc.freeze()  # else each fork's collections, its last one too, go through torch, and copy the pages that they visit
+    has_imported()  # else each fork's collections, its last one too, copy the pages that they visit
     while True:
         try:
             module, name, arguments, output = pickle.load(sys.stdin.buffer)

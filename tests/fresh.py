@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 240  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
+# Large buffers in large pages: a new generation is 40 MiB, which would be ten thousand page faults.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 PRELOADED = ("pytest", "torch", "fakes", "releases", "filelock", "jinja2", "packaging.version", "pynvml", "requests")
 PRELOADED += ("statistics", "tvm_ffi")
 
 
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
-    # Large buffers in large pages: a new generation is 40 MiB, which would be ten thousand page faults.
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
-    server = subprocess.Popen(
-        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command, environment = [sys.executable, __file__], {**os.environ, **LARGE_PAGES}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(server.communicate)
     return server
 
@@ -80,7 +79,7 @@ def _script(code: str, path: list[str], environment: dict[str, str], printed: st
     with open(printed, "wb") as file:
         os.dup2(file.fileno(), 1)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment, **LARGE_PAGES)
     sys.path[:0] = path
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 

@@ -16,18 +16,9 @@ from pathlib import Path
 import releases
 
 TESTS = Path(__file__).parent
-# Alone in a process, and before the releases, so that both processes have work to the end: the longest first. What is
-# not named shares the last one.
-LONG = [
-    "startup",
-    "test_detection.py",
-    "test_activation.py",
-    "test_demo.py",
-    "test_doctor*.py",
-    "test_vllm.py",
-    "test_interplay.py",
-    "test_faults.py",
-]
+# Two processes, before the releases, so that both cores have work to the end: the longest first. All other tests share
+# one more, as most of them fork the same server.
+LONG = {"start-up": ["startup"], "doctor and demo": ["test_doctor*.py", "test_demo.py"]}
 # As long as a release, and on one of them alone.
 MACHINE = "tests/real/test_state_machine.py::test_whatever_happens_the_contract_holds"
 MACHINE_RELEASE = releases.AFFECTED[-1]
@@ -45,9 +36,9 @@ def runs(which: str) -> dict[str, list[str]]:
         real = {**machine, **real}
     if which == "affected":
         return real
-    long = {name: [str(path) for path in sorted(TESTS.glob(name))] for name in LONG}
-    rest = {str(path) for path in TESTS.glob("test_*.py")}.difference(*long.values())
-    return {**long, **real, "all other files": sorted(rest)}
+    long = {name: sorted(str(path) for glob in globs for path in TESTS.glob(glob)) for name, globs in LONG.items()}
+    rest = sorted({str(path) for path in TESTS.glob("test_*.py")}.difference(*long.values()))
+    return {"all other files": rest, **long, **real}
 
 
 def run(what: list[str]) -> tuple[Counter[str], str]:

@@ -384,5 +384,5 @@ def _clear_caches(module: types.ModuleType) -> None:
 
 def _modules(package: str) -> list[types.ModuleType]:
     """The loaded modules of FlashInfer under this name."""
-    named = [(name, module) for name, module in list(sys.modules.items()) if module is not None]
-    return [module for name, module in named if name == package or name.startswith(package + ".")]
+    names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
+    return [module for module in map(sys.modules.get, names) if module is not None]

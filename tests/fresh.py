@@ -4,6 +4,7 @@ It is a fork of one small server, since an import of torch takes longer than mos
 """
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -20,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 240  # after which a test is ended with the stacks of its threads: a deadlock is a failure, not a wait
-PRELOADED = ("pytest", "torch", "fakes", "releases", "jinja2", "pynvml", "requests", "tvm_ffi")
+# Large buffers in large pages: a new generation is 40 MiB, which would be ten thousand page faults.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+PRELOADED = ("pytest", "torch", "fakes", "releases", "filelock", "jinja2", "packaging.version", "pynvml", "requests")
+PRELOADED += ("statistics", "tvm_ffi")
 
 
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
-    # Large buffers in large pages: a new generation is 40 MiB, which would be ten thousand page faults.
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
-    server = subprocess.Popen(
-        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command, environment = [sys.executable, __file__], {**os.environ, **LARGE_PAGES}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(server.communicate)
     return server
 
@@ -78,7 +79,7 @@ def _script(code: str, path: list[str], environment: dict[str, str], printed: st
     with open(printed, "wb") as file:
         os.dup2(file.fileno(), 1)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment, **LARGE_PAGES)
     sys.path[:0] = path
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
@@ -119,11 +120,20 @@ def listen() -> io.StringIO:
     return sys.stderr
 
 
+def has_imported() -> None:
+    """Spare a process that has imported torch what takes as long as a test: collections that go through all of it, and
+    after Python's own end, which stays the ordinary one, the destructors of its C++.
+    """
+    gc.freeze()
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+
+
 def _serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)  # a pool of threads would not outlive the fork
-    gc.freeze()  # else each fork's collections, its last one too, go through torch, and copy the pages that they visit
+    has_imported()  # else each fork's collections, its last one too, copy the pages that they visit
     while True:
         try:
             module, name, arguments, output = pickle.load(sys.stdin.buffer)

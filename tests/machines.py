@@ -142,8 +142,8 @@ def affected(environment: Environment) -> Environment:
 
 
 def make_flashinfer(environment: Environment, cache: str) -> Path:
-    """A FlashInfer of one site, and torch to import it with; return the file of the site."""
-    environment.add(SITE_PACKAGES)
+    """A FlashInfer of one site, and a stand-in for torch to import it with; return the file of the site."""
+    (environment.site_packages / "torch.py").write_text("def __getattr__(name):\n    return type(name, (), {})\n")
     folder = environment.site_packages / "flashinfer"
     (folder / "gemm").mkdir(parents=True)
     (folder / "__init__.py").touch()

@@ -38,8 +38,11 @@ def guards_on(name):
     return count
 
 
-def assert_guarded(sites=8):
-    """Every site has one guard, the gate and the cache have theirs, and a call runs on a generation of ours."""
+def assert_guarded(sites=8, lane="workspace"):
+    """Every site has one guard, the gate and the cache have theirs, and a call runs on a generation of ours.
+
+    Of one lane, unless its name has a {} for the site.
+    """
     import flashinfer_wsfix
     import torch
     from flashinfer_wsfix import workspace
@@ -57,7 +60,7 @@ def assert_guarded(sites=8):
     ]  # a second import of a package binds no submodule that it finds
     with fakes.install(sys.modules["flashinfer"]):
         for site in arguments.SITES[:sites]:
-            own = sys.modules[UTILS]._get_cache_buf(f"{site}", 1 << 20, torch.device("cpu"))
+            own = sys.modules[UTILS]._get_cache_buf(lane.format(site), 1 << 20, torch.device("cpu"))
             graph = fakes.Graph(2 << 20, look=False)
             arguments.call(site, graph, own)
             assert graph.last.numel == 40 << 20 and own.numel() == 1 << 20
@@ -472,7 +475,7 @@ def test_deactivate_restores_the_very_objects():
 
     import flashinfer_wsfix
 
-    assert_guarded(10)
+    assert_guarded(10, lane="{}")
     assert copies.site is getattr(base, SITE) and copies.cache is utils._cache_buf
     displaced = utils._get_cache_buf("mm_bf16_workspace", 2 << 20, torch.device("cpu"))
     addresses = [lane.address for lane in flashinfer_wsfix.status().lanes]

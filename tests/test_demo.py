@@ -180,27 +180,22 @@ def test_a_flashinfer_that_cannot_be_imported(tmp_path):
     assert [child["ended"] for child in result["children"].values()] == ["failed", "failed"]
 
 
-def test_a_cutlass_that_wants_a_gpu_is_hidden(tmp_path):
-    """nvidia-cutlass-dsl asks for a device when it is imported; so does this one."""
-    (tmp_path / "cutlass").mkdir()
-    (tmp_path / "cutlass" / "__init__.py").write_text("raise RuntimeError('no device 0')")
-    assert demo("0.6.18.post1", "--json", path=[tmp_path]).returncode == 0
-
-
-def test_what_a_start_up_file_prints_does_no_harm(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('hello')")
-    done = demo("0.6.12", path=[tmp_path])
-    assert done.returncode == 0, done
-
-
-def test_a_folder_of_the_same_name_where_the_demo_is_started_changes_nothing(tmp_path, monkeypatch):
-    """The children find the FlashInfer that was judged, not one in the current folder."""
-    (tmp_path / "flashinfer").mkdir()
-    (tmp_path / "flashinfer" / "__init__.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.chdir(tmp_path)
+def test_what_lies_around_changes_nothing(tmp_path, monkeypatch):
+    """A cutlass that wants a GPU is hidden, as nvidia-cutlass-dsl does when it is imported; what a start-up file prints
+    does no harm; and the children find the FlashInfer that was judged, not a folder where the demo is started.
+    """
+    path, here = tmp_path / "path", tmp_path / "here"
+    (path / "cutlass").mkdir(parents=True)
+    (path / "cutlass" / "__init__.py").write_text("raise RuntimeError('no device 0')")
+    (path / "sitecustomize.py").write_text("print('hello')")
+    (here / "flashinfer").mkdir(parents=True)
+    (here / "flashinfer" / "__init__.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(here)
     script = f"import sys; del sys.path[0]; sys.path.insert(0, {str(ROOT)!r});"
     script += "from flashinfer_wsfix.__main__ import main; sys.exit(main(['demo']))"
-    assert demo("0.6.12", command=("-c", script)).returncode == 0
+    done = demo("0.6.18.post1", command=("-c", script), path=[path])
+    assert done.returncode == 0, done
+    assert done.stdout.startswith("hello\n")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

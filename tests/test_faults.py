@@ -32,7 +32,7 @@ class Fault:
         self.n, self.count, self.where, self.seen = n, 0, "", set()
 
     def __call__(self, frame: FrameType, event: str, callee: object) -> None:
-        if event == "c_call":
+        if event == "c_call" and self.ours(frame):
             assert isinstance(callee, BuiltinFunctionType) or callable(callee)
             caller, name = frame, getattr(callee, "__qualname__", repr(callee))
             owner = getattr(callee, "__self__", None)
@@ -40,13 +40,11 @@ class Fault:
                 owner is sys.modules["builtins"] or isinstance(owner, PLAIN) or isinstance(callee, type(str.join))
             ):
                 return
-        elif event == "call" and frame.f_back is not None:
+        elif event == "call" and frame.f_back is not None and self.ours(frame.f_back):
             caller, name = frame.f_back, frame.f_code.co_name
             if self.ours(frame) or name in THEIRS or name.startswith("execute_cudnn_"):
                 return
         else:
-            return
-        if not self.ours(caller):
             return
         if name in ("parent", "_handle_fromlist") and "flashinfer_wsfix.patching" in sys.modules:
             return  # `from . import patching`, once it is loaded, is a look into a dictionary

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fresh
 from hosts import SGLANG_RELEASES, VLLM_RELEASES
 
 TESTS = Path(__file__).parent
@@ -39,6 +40,13 @@ def run(code, *path, **environment):
 def lines(code, *path, **environment):
     """What `code` printed, which must have run without an error."""
     ran = run(code, *path, **environment)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def lines_with_torch(code):
+    """The same in a fork of an interpreter that has imported torch."""
+    ran = fresh.script(f"import host_modules as hm\n{code}", TESTS, **inherited())
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 
@@ -123,7 +131,7 @@ workspace.ensure_size(hm.metadata(size + 256), 1)
 print(workspace.get_buf().numel() - size, workspace.get_buf().data_ptr() == at, workspace.get_buf() is first)
 print(type(workspace).__module__, type(workspace).ensure_size.__code__.co_names[-1])
 """
-    assert lines(code) == [
+    assert lines_with_torch(code) == [
         f"{128 << 20} True",
         "256 False True",
         "vllm.v1.attention.backends.mla.cutlass_mla resize_",
@@ -145,7 +153,7 @@ sys.meta_path.insert(0, Watch())
 """
     host = f'hm.vllm("{release}")\n'
     code = (watch + host if watch_first else host + watch) + "hm.cutlass_mla()"
-    assert lines(code) == ["vllm.v1.attention.backends.mla.cutlass_mla cutlass_mla.py"]
+    assert lines_with_torch(code) == ["vllm.v1.attention.backends.mla.cutlass_mla cutlass_mla.py"]
 
 
 @EACH_VLLM
@@ -172,7 +180,7 @@ gpu_worker.kernel_warmup = spy
 worker.compile_or_warm_up_model()
 """
     parameters = "worker" if release == "0.24.0" else "worker process_local_only"
-    assert lines(code) == [f"True {parameters}", "warmup True {}", "capture"]
+    assert lines_with_torch(code) == [f"True {parameters}", "warmup True {}", "capture"]
 
 
 @EACH_VLLM
@@ -182,7 +190,7 @@ hm.vllm("{release}")
 from vllm.model_executor.warmup.kernel_warmup import kernel_warmup
 print(kernel_warmup(hm.worker(None)))
 """
-    assert lines(code) == ["None"]
+    assert lines_with_torch(code) == ["None"]
 
 
 @EACH_VLLM

@@ -140,17 +140,20 @@ def test_cloudpickle_of_a_caller():
     assert cloudpickle.loads(cloudpickle.dumps(lambda: guarded))() is guarded
 
 
-@fresh.process
 def test_a_pickle_is_read_without_us():
     """What a guarded process pickles is FlashInfer's own function to a process that has never heard of us."""
-    start()
-    data = pickle.dumps(vars(sys.modules[GEMM_BASE])[SITE])
-    code = f"""
-import sys; sys.path[:0] = {[path for path in sys.path if path]!r}
-import fresh; fresh.flashinfer("0.6.14")
-import pickle; print(type(pickle.loads({data!r})).__name__, "flashinfer_wsfix" in sys.modules)
+    code = """
+import fresh, pickle, sys, test_interplay as interplay
+interplay.start()
+print(pickle.dumps(vars(sys.modules[interplay.GEMM_BASE])[interplay.SITE]))
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    written = fresh.script(code, **os.environ)
+    assert written.returncode == 0, written.stderr
+    code = f"""
+import fresh; fresh.flashinfer("0.6.14")
+import pickle, sys; print(type(pickle.loads({written.stdout.strip()})).__name__, "flashinfer_wsfix" in sys.modules)
+"""
+    ran = fresh.script(code, **os.environ)
     assert ran.stdout == "function False\n", ran.stderr
 
 
@@ -282,7 +285,7 @@ def test_wrapt(version, tmp_path):
     code = """
 import fresh, importlib, sys
 import test_activation, wrapt
-assert wrapt.__file__.startswith(sys.argv[1]), wrapt.__file__
+assert wrapt.__file__.startswith(sys.path[0]), wrapt.__file__
 fresh.flashinfer("0.6.14")
 import flashinfer_wsfix, flashinfer
 test_activation.assert_guarded()
@@ -292,9 +295,5 @@ assert copy.deepcopy(site) is site and pickle.loads(pickle.dumps(site)) is site
 assert flashinfer_wsfix.deactivate() == ()
 test_activation.assert_stock()
 """
-    path = os.pathsep.join([str(tmp_path), os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    ran = fresh.script(code, tmp_path, **os.environ)
     assert ran.returncode == 0, ran.stderr

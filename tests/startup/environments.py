@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,7 +58,10 @@ class Environment:
     """A virtual environment in `folder`, empty but for wrapt and what is put into it."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
-        output([python, "-m", "venv", "--without-pip", folder])
+        if python == sys.executable:
+            venv.create(folder, symlinks=True)
+        else:
+            output([python, "-m", "venv", "--without-pip", folder])
         self.folder, self.python = folder, folder / "bin/python"
         (self.site,) = folder.glob("lib/python3*/site-packages")
         wrapt = importlib.util.find_spec("wrapt")
@@ -115,6 +119,7 @@ def interpreters() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def has_distribution_sitecustomize(python: object = sys.executable) -> bool:
     """Say whether a sitecustomize lies in the standard library of `python`, as on Debian and Ubuntu."""
     code = "import os, sysconfig; print(os.path.exists(sysconfig.get_path('stdlib') + '/sitecustomize.py'))"

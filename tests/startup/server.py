@@ -5,12 +5,15 @@ ROUTE: "import", a release of vLLM or SGLang whose plugin loader is run, or "-":
 Settings are set in between, as a script would. What is at module level also runs in spawned children.
 """
 
+import gc
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import types
+
+import fresh
 
 ORDER, ROUTE, *SETTINGS = [word for word in sys.argv[1:] if word != "--state"]
 METHODS = ("fork", "spawn", "forkserver")
@@ -70,12 +73,14 @@ def settle():
     os.environ.update(setting.split("=") for setting in SETTINGS)
 
 
+gc.disable()  # what is imported here is no garbage
 if ORDER == "after":
     import_flashinfer()
 activate()
 settle()
 if ORDER == "before":
     import_flashinfer()
+fresh.has_imported()
 
 if __name__ == "__main__":
     if "--state" in sys.argv:

@@ -20,10 +20,12 @@ MACHINE = "real/test_state_machine.py::test_whatever_happens_the_contract_holds"
 ADDRESSES, GENERATIONS, CAPTURED, CALLS, ERRORS, GATE = (
     f"real/test_{name}.py::test_" for name in ("addresses", "generations", "captured", "calls", "errors", "gate")
 )
-ACTIVATION = "test_activation.py::test_"
+ACTIVATION, HALF_IMPORTS, IMPORT_HOOKS = (
+    f"test_{name}.py::test_" for name in ("activation", "half_imports", "import_hooks")
+)
 DIRECT = GATE + "direct_callers_are_covered_and_their_list_is_not_changed"
 SHAPE = "test_detection.py::test_source_of_an_unknown_shape"
-COPIES = ACTIVATION + "a_second_copy_of_the_package"
+COPIES = IMPORT_HOOKS + "a_second_copy_of_the_package"
 VLLM = "test_vllm.py::test_growth_keeps_the_old_buffer_and_zeroes_the_new_one[before-vllm-0.24.0]"
 
 # The fault, the file, the test that must find it; then what is there exactly once, and what takes its place.
@@ -151,26 +153,27 @@ FAULTS = {name: row for name, *row in (
     ("late modules are not read", "guards.py",
      "test_detection.py::test_an_overlay_with_two_stock_sites_is_guarded_from_the_start",
      "_read[path] = list(gemm_functions(path, live))", "_read[path] = []"),
-    ("unknown code passes", "detection.py", ACTIVATION + "a_workspace_that_is_moved_by_other_means_is_unsupported",
+    ("unknown code passes", "detection.py", IMPORT_HOOKS + "a_workspace_that_is_moved_by_other_means_is_unsupported",
      "(*map(_problem, sites), *map(_unknown, functions))", "map(_problem, sites)"),
     ("judged by version", "detection.py", "test_detection.py::test_a_number_of_a_version_decides_nothing",
      "    if sites:\n", "    if sites and version < '0.7':\n"),
-    ("endless wrappers", "detection.py", ACTIVATION + "wrappers_without_an_end", "for _ in range(64):", "while True:"),
-    ("looking loads", "detection.py", ACTIVATION + "names_that_gemm_base_holds_are_not_loaded_by_looking",
+    ("endless wrappers", "detection.py", IMPORT_HOOKS + "wrappers_without_an_end",
+     "for _ in range(64):", "while True:"),
+    ("looking loads", "detection.py", IMPORT_HOOKS + "names_that_gemm_base_holds_are_not_loaded_by_looking",
      "if not callable(value) or getattr", "if getattr"),
     ("looking activates", "__init__.py", "test_report.py::test_looking_does_not_activate",
      "if _is_asked_for():", "if True:"),
     ("half an import is not watched", "importer.py",
-     ACTIVATION + "while_another_thread_imports[flashinfer.gemm-found]",
+     HALF_IMPORTS + "while_another_thread_imports[flashinfer.gemm-found]",
      'if getattr(spec, "_initializing", False):', "if False:"),
     ("what is not complete is judged", "activation.py",
-     ACTIVATION + "lazy_loader[ours-flashinfer.gemm]",
+     IMPORT_HOOKS + "lazy_loader[ours-flashinfer.gemm]",
      "if is_complete(name):", "if name in sys.modules:"),
     ("half a package is judged", "activation.py", ACTIVATION + "before", "name != GEMM and not is_complete(GEMM):",
      "False:"),
     ("one finder of two is left", "importer.py", ACTIVATION + "a_finder_that_is_there_twice_is_taken_out_wholly",
      "    while self in sys.meta_path:", "    if self in sys.meta_path:"),
-    ("a module without a spec", "importer.py", ACTIVATION + "a_module_that_does_away_with_its_spec",
+    ("a module without a spec", "importer.py", IMPORT_HOOKS + "a_module_that_does_away_with_its_spec",
      "            spec = spec_of(module)\n", "            spec = module.__spec__\n"),
     ("told twice", "importer.py", COPIES,
      'if getattr(spec, "tells_wsfix", False) or getattr(execute, "tells_wsfix", False):', "if False:"),

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 import fresh
-from test_activation import GEMM_BASE, LATE, SITE, UTILS, assert_guarded, guards_on, lines
+from activated import GEMM_BASE, LATE, SITE, UTILS, assert_guarded, guards_on, lines
 
 
 def start(first="ours"):
@@ -284,16 +284,16 @@ def test_wrapt(version, tmp_path):
     subprocess.run([*install, f"wrapt=={version}" if version else "wrapt"], check=True, capture_output=True)
     code = """
 import fresh, importlib, sys
-import test_activation, wrapt
+import activated, wrapt
 assert wrapt.__file__.startswith(sys.path[0]), wrapt.__file__
 fresh.flashinfer("0.6.14")
 import flashinfer_wsfix, flashinfer
-test_activation.assert_guarded()
+activated.assert_guarded()
 import copy, pickle
-site = vars(sys.modules[test_activation.GEMM_BASE])[test_activation.SITE]
+site = vars(sys.modules[activated.GEMM_BASE])[activated.SITE]
 assert copy.deepcopy(site) is site and pickle.loads(pickle.dumps(site)) is site
 assert flashinfer_wsfix.deactivate() == ()
-test_activation.assert_stock()
+activated.assert_stock()
 """
     ran = fresh.script(code, tmp_path, **os.environ)
     assert ran.returncode == 0, ran.stderr

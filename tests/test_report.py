@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import fresh
-from test_activation import LATE, UTILS, lines
+from activated import LATE, UTILS, lines
 
 
 def test_what_is_loaded_late_is_listed_as_well():

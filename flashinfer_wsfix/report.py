@@ -188,8 +188,9 @@ def log(level: int, sentence: str) -> None:
         host = "vllm." if logging.getLogger("vllm").handlers else ""
         logger = logging.getLogger(f"{host}flashinfer_wsfix")
         if not host and not logger.handlers:
-            logger.addHandler(_Handler())
-            logger.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+            handler = _Handler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+            logger.addHandler(handler)
         if logger.level == logging.NOTSET:  # unless the application has set one
             logger.setLevel(settings.read()[0].log)
         logger.log(level, "flashinfer-wsfix[%d]: %s", os.getpid(), sentence)

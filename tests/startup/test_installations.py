@@ -165,12 +165,8 @@ def test_the_guard_at_the_oldest_wrapt(tmp_path):
     assert run([*command, "--target", tmp_path, f"{name}=={oldest}"]).returncode == 0
 
     first = "import pytest, sys, wrapt; assert wrapt.__version__ == sys.argv.pop(1), wrapt; sys.exit(pytest.main())"
-    chosen = [
-        "real/test_generations.py",
-        "real/test_calls.py",
-        "-k",
-        "fp8 and positional and not mxfp8 and not override",
-    ]
+    chosen = [f"real/test_{name}.py" for name in ("addresses", "generations", "captured", "calls", "errors")]
+    chosen += ["-k", "fp8 and positional and not mxfp8 and not override"]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, "-c", first, oldest, "-q", "-p", "no:cacheprovider", "--flashinfer", "0.6.18.post1", *chosen],

@@ -87,9 +87,8 @@ def code_functions(module: str, code: CodeType) -> Iterator[Function]:
         if opcode == dis.opmap["STORE_NAME"] and before in MAKES_FUNCTION:  # else a decorator is called in between
             direct.add(code.co_names[argument])
         before = opcode
-    for inner in code.co_consts:
-        name = getattr(inner, "co_name", "")
-        yield from _with_nested(module, name, inner, name in direct)
+    for inner in _nested(code):
+        yield from _with_nested(module, inner.co_name, inner, inner.co_name in direct)
 
 
 def source_functions(module: str, source: str) -> Iterator[Function]:
@@ -97,11 +96,15 @@ def source_functions(module: str, source: str) -> Iterator[Function]:
     return code_functions(module, compile(source, module, "exec", dont_inherit=True))
 
 
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
 def _with_nested(module: str, name: str, code: object, direct: bool) -> Iterator[Function]:
     if isinstance(code, CodeType):
         yield Function(module, name, code, direct)
-        for inner in code.co_consts:
-            yield from _with_nested(module, f"{name}.{getattr(inner, 'co_name', '')}", inner, False)
+        for inner in _nested(code):
+            yield from _with_nested(module, f"{name}.{inner.co_name}", inner, False)
 
 
 def _instructions(code: CodeType) -> Iterator[tuple[int, int]]:

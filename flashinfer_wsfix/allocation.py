@@ -95,8 +95,7 @@ def _on_own_stream(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     torch.cuda.set_device(device)  # so that nothing here switches back to a device that the process does not use
     with suppress(OSError, AttributeError):  # where CUDA's runtime is no library of its own, as torch has loaded it
-        major = str(torch.version.cuda).partition(".")[0]
-        runtime = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD)
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
         handle = ctypes.c_void_p()
         # Not a stream of torch's pool: the host may be capturing on that one.

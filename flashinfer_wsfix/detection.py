@@ -29,6 +29,7 @@ FIXES = {"_gemm_workspace_at_least": "#4666", "_grow_workspace": "#4399", "zeros
 CALL_LOCAL = "empty"
 # What moves a tensor's memory as `resize_` does; no known release has any of it where it executes a graph.
 OTHER_MEANS = {"set_", "resize_as_"}
+RISK = "nothing is guarded, and CUDA graphs may replay against freed memory"
 
 
 class Verdict(NamedTuple):
@@ -185,11 +186,8 @@ def judge(functions: list[Function], version: str) -> Verdict:
     if not executors and not sites:
         problems.append(f"nothing in {GEMM} shows how it executes a cuDNN graph")
     if problems:
-        return Verdict(
-            "unsupported",
-            f"{flashinfer} grows its cuDNN workspace in a way that flashinfer-wsfix does not know ({problems[0]}):"
-            " nothing is guarded, and CUDA graphs may replay against freed memory",
-        )
+        unknown = f"{flashinfer} grows its cuDNN workspace in a way that flashinfer-wsfix does not know ({problems[0]})"
+        return Verdict("unsupported", f"{unknown}: {RISK}")
     if sites:
         names = tuple(f"{site.module}.{site.name}" for site in sites)
         guarded = f"guarded: all {len(names)} sites of {flashinfer} that move its cuDNN workspace"

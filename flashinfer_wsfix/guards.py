@@ -16,7 +16,7 @@ import wrapt
 
 from . import allocation, report, settings, state, workspace
 from .allocation import is_capturing, place
-from .detection import Function, Verdict, guard_in, judge, live_functions, parameters, resized
+from .detection import RISK, Function, Verdict, guard_in, judge, live_functions, parameters, resized
 from .importer import is_complete, namespace
 from .installed import gemm_functions
 from .lanes import SCRATCH
@@ -129,8 +129,8 @@ def observer(host: str, name: str | None, find: Callable[..., Any]) -> Wrapper:
             try:
                 if old is not None and place(tensor) != old:
                     lane = name or (workspace.cache_key(tensor) or (SCRATCH,))[0]
-                    capturing = is_capturing(tensor.device)
-                    report.moved(f"MOVED by {host}", lane, tensor.device, old, place(tensor), capturing)
+                    new, capturing = place(tensor), is_capturing(tensor.device)
+                    report.moved(f"MOVED by {host}", lane, tensor.device, old, new, capturing, logging.WARNING)
             except Exception as error:
                 report.failed(host.lower(), error, "the log of a workspace that moved")
 
@@ -178,9 +178,11 @@ def gate(name: str, position: int, first: str) -> Wrapper:
         if not acts or not closes(name, matrix.device):
             return wrapped(*args, **kwargs)
         state.count("gated_calls")
-        what = f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x, for its faults in CUDA graphs"
-        undone = f"it chooses from {', '.join(left)}. {settings.PREFIX}_GATE=off undoes this."
-        report.once(logging.INFO, ("gate", name), f"{what}; {undone}")
+        fault = "replayed from CUDA graphs, its kernels read rewritten parameters there"
+        what = f"gate: cuDNN is left out of FlashInfer's {name} auto-tuning on SM12x ({fault}); it chooses from"
+        undone = f"{', '.join(left)}. {settings.PREFIX}_GATE=off undoes this. Whether FlashInfer's other cuDNN GEMMs"
+        others = "(fp4, mxfp8, bmm_bf16, bf16_fp4) have that fault is not known: they keep cuDNN."
+        report.once(logging.INFO, ("gate", name), f"{what} {undone} {others}")
         if by_position:
             return wrapped(*args[:position], left, *args[position + 1 :], **kwargs)
         return wrapped(*args, **{**kwargs, RUNNERS: left})
@@ -213,8 +215,7 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
     is_ours = getattr(type(cache), "is_wsfix_cache", False)
     if verdict.state == "guarded" and type(cache) is not dict and not is_ours:
         reason = f"FlashInfer {version} keeps its workspaces in a way that flashinfer-wsfix does not know"
-        risk = "nothing is guarded, and CUDA graphs may replay against freed memory"
-        verdict = Verdict("unsupported", f"{reason}: {risk}")
+        verdict = Verdict("unsupported", f"{reason}: {RISK}")
     if verdict.state != "guarded":
         return verdict, [], version
     observing = config.mode == "observe"
@@ -237,6 +238,6 @@ def plan(config: settings.Settings) -> tuple[Verdict, list[Patch], str | None]:
             wrappers[module, function_name] = gate(name, names.index(RUNNERS), names[0])
     patches = [patch for (module, name), it in wrappers.items() for patch in around(sys.modules[module], name, it)]
     if not is_ours:
-        cache = Patch(sys.modules[UTILS], "_cache_buf", cache, workspace.RetiringCache(cache, keeps=not observing))
-        patches.append(cache)
+        kept = workspace.RetiringCache(cache, keeps=not observing)
+        patches.append(Patch(sys.modules[UTILS], "_cache_buf", cache, kept))
     return verdict, patches, version

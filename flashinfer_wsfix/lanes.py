@@ -77,8 +77,9 @@ class Lane:
                 self.refused = min(self.refused, size)
                 why = str(error)  # not the exception itself, which holds the host's frames
             what = f"the workspace {self.name} on {self.device} could not grow to {size} bytes ({why})"
-            then = "calls that need more than it has get temporary buffers. If memory is short, leave more of it free"
-            report.once(logging.WARNING, ("grow", self.name, self.device), f"{what}: {then}.")
+            then = "calls that need more than it has get temporary buffers, and it is tried again more and more seldom"
+            advice = f"{what}: {then}. If memory is short, leave more of it free."
+            report.once(logging.WARNING, ("grow", self.name, self.device), advice)
         if fits_own:
             own = arm(tensor.detach())
             with state.lock:  # until a plan overflows it: growing is not tried again at each call
@@ -100,13 +101,16 @@ class Lane:
 
     def _tell_overflow(self, size: int) -> None:
         state.count("capture_overflows")
-        advice = "Call presize()" if self.name in LANES else "Run that shape once"  # not vLLM's
-        if self.name in LANES and size > state.first_bytes:
-            advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={-(-size // STEP) * STEP // settings.MIB} or call presize()"
+        if self.name not in LANES:  # vLLM's
+            advice = "Run that shape once before capture to avoid it"
+        elif size > state.first_bytes:
+            mib = -(-size // STEP) * STEP // settings.MIB
+            advice = f"Set {settings.PREFIX}_WORKSPACE_MIB={mib} or call presize() before capture to avoid it"
+        else:
+            advice = "Call presize() before capture to avoid it: this lane had no generation when its capture began"
         what = f"a plan asked for {size} bytes of {self.name} on {self.device} while a CUDA graph was being captured"
         then = "more than there is: that graph gets a buffer of its own, which is safe but is zeroed at every replay"
-        advice = f"{what}, {then}. {advice} before capture to avoid it."
-        report.once(logging.WARNING, ("capture", self.name, self.device), advice)
+        report.once(logging.WARNING, ("capture", self.name, self.device), f"{what}, {then}. {advice}.")
 
     def grow(self, size: int) -> torch.Tensor:
         """Publish a generation of at least ``size`` bytes and twice the last one, retire the last, return the new one.
@@ -131,7 +135,7 @@ class Lane:
         if self.name != SCRATCH:
             state.count("growths", last is not None)
             number = f"generation {len(self.generations)}"
-            report.moved(number, self.name, self.device, place(last), place(buffer), False)
+            report.moved(number, self.name, self.device, place(last), place(buffer), False, logging.INFO)
         return buffer
 
     def _largest(self, sizes: set[int]) -> torch.Tensor:

@@ -160,14 +160,16 @@ def once(level: int, key: object, sentence: str) -> None:
         log(level, sentence)
 
 
-def moved(what: str, lane: str, device: object, old: tuple[int, int], new: tuple[int, int], capturing: bool) -> None:
+def moved(
+    what: str, lane: str, device: object, old: tuple[int, int], new: tuple[int, int], capturing: bool, level: int
+) -> None:
     """Log that a lane's address changed: ``old`` and ``new`` are (address, bytes), (0, 0) for none."""
     frame = sys._getframe(1)
     between = (__package__, "torch", "wrapt")  # torch: where dynamo keeps from compiling us
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame = frame.f_back
     log(
-        logging.WARNING if what.startswith("MOVED") else logging.INFO,
+        level,
         f"{what}: lane {lane} on {device}, {old[1]} bytes at {old[0]:#x} -> {new[1]} bytes at {new[0]:#x}, capturing"
         f" {'yes' if capturing else 'no'}, thread {threading.current_thread().name}, called from"
         f" {frame.f_code.co_filename}:{frame.f_lineno}",

@@ -164,8 +164,8 @@ class RetiringCache(dict[Key, torch.Tensor]):
                 self.born[key] = buffer  # the one before is that graph's as any temporary is
                 return False
             if not self.keeps and old is not None:
-                capturing = is_capturing(old.device)
-                report.moved("MOVED by FlashInfer", key[0], old.device, place(old), place(buffer), capturing)
+                where, what, capturing = old.device, "MOVED by FlashInfer", is_capturing(old.device)
+                report.moved(what, key[0], where, place(old), place(buffer), capturing, logging.WARNING)
             if old is not None:
                 self.let_go(key, old)
         except Exception as error:
@@ -216,8 +216,8 @@ def keep(key: Key, buffer: torch.Tensor) -> None:
     """Keep a buffer that FlashInfer's cache has let go of for the life of the process."""
     RetiringCache.retired.append(buffer)
     generations = getattr(getattr(buffer, ATTRIBUTE, None), "generations", ())
-    counted = any(buffer.data_ptr() == generation.data_ptr() for generation in generations)
-    nbytes = 0 if counted else buffer.nbytes
+    # A generation's are counted there.
+    nbytes = 0 if any(buffer.data_ptr() == each.data_ptr() for each in generations) else buffer.nbytes
     state.count("displaced_buffers")
     state.count("displaced_nbytes", nbytes)
     what = f"kept {nbytes} bytes of {key[0] if isinstance(key, tuple) else key} on {buffer.device}"

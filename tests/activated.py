@@ -3,7 +3,6 @@
 import sys
 
 GEMM, UTILS, LATE = ("flashinfer.gemm", "flashinfer.utils", "flashinfer.gemm.gemm_bf16_fp4_cudnn")
-
 GEMM_BASE = "flashinfer.gemm.gemm_base"
 SITE, GATE = "execute_cudnn_gemm_fp8_graph", "fp8_gemm_sm100"
 RELEASES = ("0.6.12", "0.6.18.post1")
@@ -41,9 +40,8 @@ def assert_guarded(sites=8, lane="workspace"):
     assert [guards_on(site.function) for site in arguments.SITES[:8]] == [1] * 8
     assert guards_on(GATE) == guards_on("bf16_gemm_sm100") == 1
     assert type(sys.modules[UTILS]._cache_buf) is workspace.RetiringCache
-    sys.modules["flashinfer"].utils = sys.modules[
-        UTILS
-    ]  # a second import of a package binds no submodule that it finds
+    # A second import of a package binds no submodule that it finds.
+    sys.modules["flashinfer"].utils = sys.modules[UTILS]
     with fakes.install(sys.modules["flashinfer"]):
         for site in arguments.SITES[:sites]:
             own = sys.modules[UTILS]._get_cache_buf(lane.format(site), 1 << 20, torch.device("cpu"))

@@ -90,9 +90,9 @@ def sites(gemm_base: types.ModuleType) -> list[arguments.Site]:
 
 
 @pytest.fixture
-def variables() -> dict[str, str]:
-    """The settings that `guard` is activated with; a file may have its own."""
-    return {}
+def variables(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The settings that `guard` is activated with: those that a file has as its VARIABLES."""
+    return getattr(request.module, "VARIABLES", {})
 
 
 @pytest.fixture

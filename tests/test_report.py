@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import types
 
 import pytest
 
@@ -79,6 +80,14 @@ def test_status_counts():
 def test_status_before_anything_is_pending():
     package = importlib.import_module("flashinfer_wsfix")
     assert [target.state for target in package.status().targets] == ["pending", "pending"]
+
+
+@fresh.process
+def test_status_answers_while_flashinfer_is_half_imported():
+    package = start()
+    for incomplete in (types.ModuleType(UTILS), None):
+        sys.modules[UTILS] = incomplete
+        assert package.status().lanes == ()
 
 
 @fresh.process

@@ -17,11 +17,7 @@ from memory import Handed
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- 1: no address dies -----------------------------------------------------------------------------------------------
@@ -200,6 +196,21 @@ def test_1_what_was_held_is_kept_whoever_comes_after_it(replaced, fp8, guard):
     gc.collect()
     assert held.is_alive()
     assert guard.status().displaced_buffers == (replaced != "compiled")
+
+
+@pytest.mark.parametrize("leave", ["setitem", "pop"])
+def test_1_the_log_tells_the_bytes_that_are_kept(leave, guard, caplog):
+    """At once where FlashInfer replaces a buffer, else when somebody asks."""
+    cache, key = sys.modules["flashinfer.utils"]._cache_buf, ("gdn_cp_sm90_t", CPU)
+    with fakes.capturing():
+        fetch(key[0], 3)
+    caplog.clear()
+    LEAVING[leave](cache, key, torch.zeros(8, dtype=torch.uint8))
+    assert len(caplog.records) == (leave == "setitem")
+    for _ in range(2):
+        assert guard.status().displaced_nbytes == 3 * MIB
+    [record] = caplog.records
+    assert record.levelname == "INFO" and f"kept {3 * MIB} bytes of {key[0]} on cpu" in record.getMessage()
 
 
 def test_1_each_displaced_buffer_is_counted_once(guard):

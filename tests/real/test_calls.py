@@ -17,11 +17,7 @@ from calls import FIRST, MIB, MORE, SMALL, call, lane, own, same, wrong_calls_fa
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- 9: one execute per call ------------------------------------------------------------------------------------------

@@ -10,16 +10,13 @@ import torch
 from flashinfer_wsfix import workspace
 
 import fakes
+import gemms
 from calls import FIRST, MORE, OWN, SMALL, call, hand, lane, own, same
 from memory import Handed
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- 7: under capture -------------------------------------------------------------------------------------------------
@@ -120,18 +117,7 @@ def test_8_scratch_under_capture_is_zeroed_too(fp8):
     assert execution.workspace.data_ptr() != scratch.data_ptr()
 
 
-def bmm_fp8(flashinfer):
-    a, b = (torch.zeros(1, rows, 64).to(torch.float8_e4m3fn) for rows in (4, 32))
-    scale = torch.ones(1)
-    flashinfer.bmm_fp8(a, b.transpose(-2, -1), scale, scale, torch.bfloat16, backend="cudnn")
-
-
-def mm_bf16(flashinfer):
-    a, b = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (4, 32))
-    flashinfer.mm_bf16(a, b.t(), backend="cudnn")
-
-
-@pytest.mark.parametrize("gemm", [bmm_fp8, mm_bf16])
+@pytest.mark.parametrize("gemm", [gemms.bmm_fp8, gemms.mm_bf16])
 def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(
     gemm, flashinfer, gemm_base, cudnn, guard, made, monkeypatch
 ):
@@ -141,9 +127,9 @@ def test_8_tuning_leaks_nothing_and_every_kernel_starts_on_zeros(
     cudnn.make_graph = lambda: graph
     with fakes.stub_runners():
         with flashinfer.autotune(True):
-            gemm(flashinfer)
+            gemm(flashinfer, rows=4, backend="cudnn")
         tuned = list(graph.executions)
-        gemm(flashinfer)
+        gemm(flashinfer, rows=4, backend="cudnn")
     seen = set()
     for execution in graph.executions:
         assert execution.zeroed or execution.data_ptr in seen
@@ -172,7 +158,7 @@ def test_8_the_tuners_clones_share_a_buffer_and_its_graphs_are_not_falsified(fla
     graph = fakes.Graph(lambda plan: FIRST + 256 if plan > 0 else MORE, look=False)
     cudnn.make_graph = lambda: graph
     with fakes.stub_runners(), flashinfer.autotune(True):
-        mm_bf16(flashinfer)
+        gemms.mm_bf16(flashinfer, rows=4, backend="cudnn")
     fakes._clear_caches(flashinfer.utils)
     if not any(execution.capturing for execution in graph.executions):
         pytest.skip("this release profiles bf16 without capturing")

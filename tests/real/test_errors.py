@@ -12,15 +12,11 @@ from flashinfer_wsfix import workspace
 
 import arguments
 import fakes
-from calls import MORE, NAME, OWN, SMALL, call, own, wrong_calls_fail_as_in_stock
+from calls import CPU, MORE, NAME, OWN, SMALL, call, own, wrong_calls_fail_as_in_stock
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- observing, and errors of ours ------------------------------------------------------------------------------------
@@ -143,6 +139,23 @@ def test_a_cache_that_is_no_plain_dictionary_leaves_all_as_it_is(guard, sites, m
     [verdict] = [target for target in guard.status().targets if target.name == "flashinfer"]
     assert (verdict.state, "keeps its workspaces in a way" in verdict.reason) == ("unsupported", True)
     assert not any(guards.is_guarded(site.live()) for site in sites)
+
+
+def test_a_cache_that_could_not_be_replaced_keeps_what_came_meanwhile(guard, monkeypatch):
+    """What FlashInfer puts into its own dictionary while our setting fails is still there."""
+    from flashinfer_wsfix import patching
+
+    def fail_at_the_cache(owner, name, value):
+        if name == "_cache_buf":
+            cache["late", CPU] = torch.zeros(8)
+            raise LookupError("ours")
+        setattr(owner, name, value)
+
+    guard.deactivate()
+    cache = sys.modules["flashinfer.utils"]._cache_buf
+    monkeypatch.setattr(patching, "setattr", fail_at_the_cache, raising=False)
+    guard.activate()
+    assert (guard.status().targets[0].state, [*cache]) == ("failed", [("late", CPU)])
 
 
 def test_the_verdict_names_the_version_where_flashinfer_does(guard, flashinfer, release, monkeypatch):

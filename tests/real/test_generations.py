@@ -20,11 +20,7 @@ from calls import CPU, FIRST, MIB, MORE, NAME, OWN, SMALL, call, lane, own, same
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- 2: always zeroed -------------------------------------------------------------------------------------------------

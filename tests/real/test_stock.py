@@ -9,6 +9,7 @@ import torch
 
 import arguments
 import fakes
+import gemms
 import releases
 
 MIB_32 = 32 << 20
@@ -67,28 +68,16 @@ def test_256_bytes_more_move_the_workspace(site, release):
     assert workspace.numel() == (FLAT if moved else MIB_32)
 
 
-def bmm_fp8(flashinfer):
-    """FlashInfer's own dispatch for fp8; one row of A makes a single profile to tune."""
-    a, b = (torch.zeros(1, rows, 64).to(torch.float8_e4m3fn) for rows in (1, 32))
-    scale = torch.ones(1)
-    flashinfer.bmm_fp8(a, b.transpose(-2, -1), scale, scale, torch.bfloat16, backend="auto")
-
-
-def mm_bf16(flashinfer):
-    """FlashInfer's own dispatch for bf16; 0.6.18 wants nvidia-cutlass-dsl for a bf16 result on SM100."""
-    a, b = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (1, 32))
-    out_dtype = torch.float16 if torch.cuda.get_device_capability() == (10, 0) else torch.bfloat16
-    flashinfer.mm_bf16(a, b.t(), out_dtype=out_dtype, backend="auto")
-
-
 @pytest.mark.affected  # only their dispatch is needed
 @pytest.mark.parametrize("cudnn_ms, cudnn_wins", [(0.5, True), (2.0, False)], ids=["cudnn", "other"])
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=["sm100", "sm120"])
-@pytest.mark.parametrize("gemm", [bmm_fp8, mm_bf16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("gemm", [gemms.bmm_fp8, gemms.mm_bf16], ids=["fp8", "bf16"])
 def test_the_tuner_times_the_runners_and_takes_the_fastest(
     gemm, capability, cudnn_ms, cudnn_wins, flashinfer, gemm_base, cudnn, monkeypatch
 ):
-    """The real dispatch and the real AutoTuner run on the fakes, and tuning finds what is cheaper there."""
+    """The real dispatch and the real AutoTuner run on the fakes, and tuning finds what is cheaper there: one row of A
+    makes a single profile.
+    """
     monkeypatch.setattr(gemm_base, "DEFAULT_WORKSPACE_SIZE", 1 << 20)  # the tuner fills its copies with random numbers
     graph = fakes.Graph(1 << 20, cost=cudnn_ms, look=False)
     cudnn.make_graph = lambda: graph

@@ -22,11 +22,7 @@ from memory import Handed
 
 # `test_presize.py` has what holds on the other releases.
 pytestmark = [pytest.mark.affected, pytest.mark.usefixtures("guard")]
-
-
-@pytest.fixture
-def variables():
-    return SMALL
+VARIABLES = SMALL
 
 
 # --- 10: never coarser than FlashInfer --------------------------------------------------------------------------------
